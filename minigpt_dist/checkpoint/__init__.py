@@ -1,0 +1,28 @@
+"""Sharded checkpoints: one file a rank, verified before they are believed, never half-written.
+
+The public names; each file of this folder says its own job.
+"""
+
+from minigpt_dist.checkpoint.errors import CheckpointError
+from minigpt_dist.checkpoint.folder import latest_step_folder, read_manifest
+from minigpt_dist.checkpoint.manifest import Manifest
+from minigpt_dist.checkpoint.reshard import load_resharded, merge_states, split_state
+from minigpt_dist.checkpoint.retention import keep_last
+from minigpt_dist.checkpoint.sharded import load_shard, load_sharded, save_shard, save_sharded
+from minigpt_dist.checkpoint.verify import verify_checkpoint
+
+__all__ = [
+    "CheckpointError",
+    "Manifest",
+    "keep_last",
+    "latest_step_folder",
+    "load_resharded",
+    "load_shard",
+    "load_sharded",
+    "merge_states",
+    "read_manifest",
+    "save_shard",
+    "save_sharded",
+    "split_state",
+    "verify_checkpoint",
+]

@@ -1,0 +1,121 @@
+"""What a run is: the model's sizes, the training settings, and the checks on both.
+
+Owns every number a user can set and the one-line errors for wrong ones. Leaves what the numbers do to the pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+DTYPES = ("float32", "float64", "bfloat16")
+REDUCTIONS = ("sum", "exact")
+
+
+def _require(condition: bool, what: str, observed: object, expected: str) -> None:
+    """Raise ValueError in the project's one message shape unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{what} is {observed!r}, but should be {expected}")
+
+
+def require_count(what: str, value: object, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an int (no bool) of at least `least`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(whole and value >= least, what, value, f"a whole number of at least {least}")  # type: ignore[operator]  # whole implies int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of MiniGPT. The defaults give 29,824 parameters (GPT-2's block, pre-LayerNorm, untied head)."""
+
+    vocab: int = 64
+    embed_dim: int = 32
+    num_heads: int = 4
+    num_layers: int = 2
+    seq_len: int = 16
+    mlp_ratio: int = 4
+    dropout: float = 0.0
+    tie_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "embed_dim", "num_heads", "num_layers", "seq_len", "mlp_ratio"):
+            require_count(name, getattr(self, name))
+        _require(
+            self.embed_dim % self.num_heads == 0,
+            "embed_dim",
+            self.embed_dim,
+            f"a multiple of num_heads ({self.num_heads})",
+        )
+        _require(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "in [0, 1)")
+
+    def numel(self) -> int:
+        """P: the number of parameters, in elements."""
+        E, hidden = self.embed_dim, self.mlp_ratio * self.embed_dim
+        block = 4 * E + 4 * E * E + (E * hidden + hidden) + (hidden * E + E)
+        head = 0 if self.tie_head else self.vocab * E
+        return self.vocab * E + self.seq_len * E + self.num_layers * block + 2 * E + head
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run.
+
+    `batch` is sequences a micro-batch; a rank reads `micro_batches` of them a step, so the global batch is
+    world_size * micro_batches * batch sequences. `checkpoint_step` counts completed updates; 0 writes none.
+    """
+
+    world_size: int = 4
+    steps: int = 20
+    seed: int = 0
+    batch: int = 4
+    micro_batches: int = 1
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    checkpoint_step: int = 10
+    dtype: str = "float32"
+    reduction: str = "sum"
+    text: str | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "steps", "batch", "micro_batches"):
+            require_count(name, getattr(self, name))
+        for name in ("seed", "checkpoint_step"):
+            require_count(name, getattr(self, name), least=0)
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
+                name,
+                value,
+                "a finite number >= 0",
+            )
+        _require(
+            len(self.betas) == 2 and all(0.0 <= b < 1.0 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)"
+        )
+        _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _require(self.reduction in REDUCTIONS, "reduction", self.reduction, f"one of {', '.join(REDUCTIONS)}")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens one micro-batch reads: B*S inputs and, shifted by one, B*S targets."""
+        return self.batch * self.model.seq_len + 1
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens the whole run reads."""
+        return self.steps * self.world_size * self.micro_batches * self.block_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for a manifest, a trace header or a rank in another process."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TrainConfig:
+        """The inverse of `to_dict`; unknown keys raise TypeError."""
+        rest = {k: v for k, v in data.items() if k not in ("model", "betas")}
+        beta1, beta2 = data["betas"]
+        return cls(model=ModelConfig(**data["model"]), betas=(beta1, beta2), **rest)

@@ -1,0 +1,239 @@
+"""The ranks of one world as their parent holds them: sockets to talk through, files to look into, power to end them.
+
+Owns a world's descriptors and its folder.
+Leaves making processes to the rank server behind `client`, what ranks are told to `world`, and what their files mean to
+`autopsy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from .channel import Channel
+from .client import Method, ServerHandle, tail
+from .errors import LaunchError, WireError
+from .frames import Frame, FrameReader, send_frame
+from .mirror import create_mirror
+from .server import PINNED_THREADS
+from .wire import MAX_BYTES
+
+__all__ = ["START_S", "Crew", "Event"]
+
+FileKind = Literal["log", "ledger", "stack"]
+_FILE_KINDS: tuple[FileKind, ...] = ("log", "ledger", "stack")
+START_S = 180.0  # to import torch, on a machine busy with other tests; no rank's work is in it
+_KILL_S = 60.0  # from SIGKILL to a reaped process: only a stuck kernel takes long
+_NOT_FOR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+
+
+class Event(NamedTuple):
+    """Something a rank did: sent a `frame`, closed its socket, sent `garbage`, or ended with an exit `code`."""
+
+    rank: int
+    kind: Literal["frame", "closed", "garbage", "exit"]
+    frame: Frame | None = None
+    code: int | None = None
+    text: str = ""
+
+
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _disown_crews() -> None:
+    for crew in list(_crews):
+        crew.disown()
+
+
+os.register_at_fork(after_in_child=_disown_crews)
+
+
+class Crew:
+    """Fresh ranks, starting up.
+
+    Args:
+        world_size: number of ranks.
+        method, backend, env: as for `World`.
+        folder: where their files go and stay; None for a temporary folder that ends with the crew.
+    """
+
+    def __init__(
+        self, world_size: int, method: Method, backend: str, env: dict[str, str], folder: Path | None = None
+    ) -> None:
+        self.world_size = world_size
+        self.codes: dict[int, int] = {}  # rank -> exit code, of those that have ended
+        self._temporary = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="minigpt-dist-")) if folder is None else folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._store = f"rendezvous-{uuid.uuid4().hex}"  # a folder may have seen other worlds
+        self._files = {(rank, kind): self._create(rank, kind) for rank in range(world_size) for kind in _FILE_KINDS}
+        self._socks: dict[int, socket.socket] = {}
+        self._readers: dict[int, FrameReader] = {}
+        ours, theirs = socket.socketpair()
+        self._channel, self._selector = Channel(ours), selectors.DefaultSelector()
+        self._selector.register(self._channel, selectors.EVENT_READ, None)
+        _crews.add(self)
+        try:
+            with theirs:
+                temporary = str(self.folder) if self._temporary else None
+                self._server = ServerHandle.enlist(method, theirs.fileno(), temporary)
+            environment = _environment(env, world_size)
+            for rank in range(world_size):
+                self._start(rank, {**environment, "LOCAL_RANK": str(rank), **env}, method, backend)
+        except BaseException:
+            self.close()
+            raise
+
+    def _create(self, rank: int, kind: FileKind) -> int:
+        path = self.folder / f"rank{rank}.{kind}"
+        if kind == "ledger":
+            return create_mirror(path)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def _start(self, rank: int, env: dict[str, str], method: Method, backend: str) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel.send({"start": rank, "env": env if method == "spawn" else None}, theirs.fileno())
+        theirs.close()
+        self._socks[rank], self._readers[rank] = ours, FrameReader(ours, MAX_BYTES)
+        self._selector.register(ours, selectors.EVENT_READ, rank)
+        config = {
+            "rank": rank,
+            "world_size": self.world_size,
+            "backend": backend,
+            "env": env,
+            "cwd": os.getcwd(),
+            "path": sys.path,
+            "folder": str(self.folder),
+            "store": self._store,
+        }
+        self.send(rank, json.dumps(config).encode("ascii"))
+
+    def send(self, rank: int, header: bytes, body: bytes = b"") -> None:
+        """Send a frame.  A rank that is gone is no error here: its end shows among the events."""
+        sock = self._socks[rank]
+        sock.settimeout(START_S)
+        try:
+            send_frame(sock, header, [body])
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        except TimeoutError:
+            raise LaunchError(f"rank {rank} has not taken {len(body)} bytes within {START_S:g} s") from None
+        finally:
+            sock.settimeout(None)  # reading never waits: `events` has
+
+    def events(self, timeout: float) -> list[Event]:
+        """Wait at most `timeout` seconds for ranks to do something; every rank's events in their order.
+
+        Raises LaunchError if the server is gone.
+        """
+        ready = {key.data for key, _ in self._selector.select(max(0.0, timeout))}
+        events = [event for rank in sorted(ready - {None}) for event in self._read(rank)]
+        if None in ready:
+            for message in self._receive():
+                rank, self.codes[message["exit"]] = message["exit"], message["code"]
+                events += [*self._read(rank), Event(rank, "exit", code=message["code"])]  # its last words first
+        return events
+
+    def _receive(self) -> list[dict[str, int]]:
+        try:
+            return self._channel.receive()
+        except EOFError:
+            self._selector.unregister(self._channel)
+            raise LaunchError(f"the rank server has died; its last output:\n{self._server.output()}") from None
+
+    def _read(self, rank: int) -> list[Event]:
+        """What has arrived from one rank; nothing more is read after an end or garbage."""
+        events: list[Event] = []
+        while rank in self._readers:
+            try:
+                frame = self._readers[rank].read(block=False)
+            except EOFError:
+                self._shut(rank)
+                return [*events, Event(rank, "closed")]
+            except WireError as error:
+                self._shut(rank)
+                return [*events, Event(rank, "garbage", text=str(error))]
+            if frame is None:
+                break
+            events.append(Event(rank, "frame", frame))
+        return events
+
+    def _shut(self, rank: int) -> None:
+        del self._readers[rank]
+        self._selector.unregister(self._socks[rank])
+
+    def ask_stacks(self, ranks: list[int], grace_s: float) -> list[Event]:
+        """Have ranks write their Python stacks and end; return the events until they have, or `grace_s` is over."""
+        self._channel.send({"stacks": [rank for rank in ranks if rank not in self.codes]})
+        return self._until_ended(ranks, grace_s)
+
+    def kill(self) -> list[Event]:
+        """End and reap every rank; return what still arrived.  Raises LaunchError if one outlives SIGKILL."""
+        ranks = [rank for rank in range(self.world_size) if rank not in self.codes]
+        self._channel.send({"kill": ranks})
+        events = self._until_ended(ranks, _KILL_S)
+        left = [rank for rank in ranks if rank not in self.codes]
+        if left:
+            raise LaunchError(f"ranks {left} have not ended {_KILL_S:g} s after SIGKILL")
+        return events
+
+    def _until_ended(self, ranks: list[int], limit_s: float) -> list[Event]:
+        limit, events = time.monotonic() + limit_s, []
+        while not self.codes.keys() >= set(ranks) and time.monotonic() < limit:
+            events += self.events(limit - time.monotonic())
+        return events
+
+    def file(self, rank: int, kind: FileKind) -> int:
+        """Return the descriptor of one of a rank's files, open for reading."""
+        return self._files[rank, kind]
+
+    def tail(self, rank: int) -> str:
+        """The end of what a rank printed; of what the server printed, where the rank died before it had a file."""
+        return tail(self._files[rank, "log"]) or self._server.output()
+
+    def close(self) -> None:
+        """End the ranks, wait for them, and remove the folder if it was temporary.  Safe to call twice."""
+        if self not in _crews:
+            return
+        try:
+            with contextlib.suppress(LaunchError, OSError):  # the server is gone, and its ranks with it
+                self.kill()
+        finally:
+            self.disown()
+            (self.folder / self._store).unlink(missing_ok=True)
+            if self._temporary:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the ranks are this process's and none has ended."""
+        return self in _crews and not self.codes
+
+    def disown(self) -> None:
+        """Close this process's descriptors and nothing else."""
+        _crews.discard(self)
+        self._selector.close()
+        self._channel.close()
+        for sock in self._socks.values():
+            sock.close()
+        for fd in self._files.values():
+            os.close(fd)
+
+
+def _environment(env: dict[str, str], world_size: int) -> dict[str, str]:
+    """The parent's environment as it is now, without what a launcher said about the parent's own rank."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_RANKS)}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"  # the host's own name need not resolve
+    inherited.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    return {**inherited, **PINNED_THREADS, "LOCAL_WORLD_SIZE": str(world_size), **env}

@@ -1,0 +1,1 @@
+"""The pieces of parallel training, one concept a file."""

@@ -1,0 +1,116 @@
+"""Every collective the package uses: the one file that calls `torch.distributed` for data.
+
+Owns the order in which numbers from different ranks are added (rank order, always) and the handling of uneven shards.
+Leaves starting processes and rendezvous to `launch/`, and what the numbers mean to its callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+def world(group: Group = None) -> tuple[int, int]:
+    """(world size, this process's rank) in `group`; (1, 0) where no process group exists."""
+    if not dist.is_initialized():
+        return 1, 0
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def _communication_device(group: Group) -> torch.device:
+    """Where tensors must live to be sent: NCCL moves only CUDA tensors."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: Group = None) -> None:
+    """Overwrite `tensor` on every rank with rank `src`'s, in place."""
+    if world(group)[0] > 1:
+        dist.broadcast(tensor, src=src, group=group)
+
+
+def all_reduce_sum(tensor: Tensor, group: Group = None) -> Tensor:
+    """Sum `tensor` over ranks, in place, and return it. For small control values: the order of the sum is gloo's."""
+    if world(group)[0] > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def reduce_scatter_sum(flat: Tensor, bounds: Sequence[int], group: Group = None) -> Tensor:
+    """This rank's slice of the sum of `flat` over ranks: a new tensor of bounds[rank+1] - bounds[rank] elements.
+
+    Args:
+        flat: 1-D, the same length on all ranks, not modified.
+        bounds: N+1 cuts, non-decreasing, from 0 to flat.numel(); rank r owns [bounds[r], bounds[r+1]).
+
+    One `all_to_all_single`, then a sum in rank order ((g0+g1)+g2)+...: N-1 slices leave and arrive, half of what
+    gloo's reduce_scatter_tensor moves (it is an all_reduce inside), and no bit depends on where the cuts are.
+    """
+    N, rank = world(group)
+    mine = bounds[rank + 1] - bounds[rank]
+    if N == 1:
+        return flat[bounds[0] : bounds[1]].clone()
+    sizes = [bounds[r + 1] - bounds[r] for r in range(N)]
+    received = torch.empty(N * mine, dtype=flat.dtype, device=flat.device)
+    if min(sizes) == max(sizes):  # no split lists: the backend takes its cheaper path
+        dist.all_to_all_single(received, flat, group=group)
+    else:
+        dist.all_to_all_single(received, flat, [mine] * N, sizes, group=group)
+    slices = received.view(N, mine)
+    total = slices[0]
+    for r in range(1, N):
+        total += slices[r]
+    return total
+
+
+def all_gather_slices(flat: Tensor, bounds: Sequence[int], group: Group = None) -> None:
+    """Fill `flat` on every rank, in place: slice [bounds[r], bounds[r+1]) comes from rank r. Returns nothing."""
+    N, rank = world(group)
+    if N == 1:
+        return
+    sizes = [bounds[r + 1] - bounds[r] for r in range(N)]
+    if min(sizes) == max(sizes):
+        mine = flat[bounds[rank] : bounds[rank + 1]]
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        gather(flat, mine, group=group)
+        return
+    owners = [r for r in range(N) if sizes[r]]
+    sources = [dist.get_global_rank(group, r) if group is not None else r for r in owners]
+    works = [
+        dist.broadcast(flat[bounds[r] : bounds[r + 1]], src=src, group=group, async_op=True)
+        for r, src in zip(owners, sources, strict=True)
+    ]
+    for work in works:
+        work.wait()
+
+
+def exchange(payload: bytes, group: Group = None) -> list[bytes]:
+    """Every rank's `payload`, in rank order. Lengths may differ, and may be zero."""
+    N, _ = world(group)
+    if N == 1:
+        return [payload]
+    device = _communication_device(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(N)]
+    dist.all_gather(lengths, torch.tensor([len(payload)], device=device), group=group)
+    sizes = [int(length) for length in lengths]
+    width = max(sizes)
+    if width == 0:
+        return [b""] * N
+    padded = torch.zeros(width, dtype=torch.uint8, device=device)
+    if payload:
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = [torch.empty(width, dtype=torch.uint8, device=device) for _ in range(N)]
+    dist.all_gather(rows, padded, group=group)
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def barrier(group: Group = None) -> None:
+    """Return when every rank has called it."""
+    if world(group)[0] > 1:
+        dist.barrier(group)

@@ -1,0 +1,101 @@
+"""The observer that turns one rank's run into trace records.
+
+Owns every measurement of a run: norms, digests, bytes and times are computed here, from the tensors themselves,
+never asked of the implementation. Leaves the verdict to `verify/`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from minigpt_dist.launch import ledger
+from minigpt_dist.memory import census
+from minigpt_dist.trace import Record, digest, state_digests
+
+ALL = frozenset({"digests", "bytes", "collectives"})
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """2-norm over all elements of `tensors`, added in float64 in the order given."""
+    return math.sqrt(math.fsum(float(t.detach().double().square().sum()) for t in tensors))
+
+
+class Recorder:
+    """Collects one Record a step; `watch` chooses what is looked at beyond loss, norms, tokens and times.
+
+    `on_record` is called with each record as soon as it is complete (a live metrics file, a progress bar).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        rank: int,
+        *,
+        watch: frozenset[str] = ALL,
+        known_storages: Sequence[UntypedStorage] = (),
+        on_record: Callable[[Record], object] | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.rank = model, optimizer, rank
+        self.watch, self.known_storages, self.on_record = watch, known_storages, on_record
+        self.records: list[Record] = []
+        self._tokens: list[int] = []
+        self._grad_norm = math.nan
+        self._clock = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def batch(self, inputs: Tensor) -> None:
+        """Note the token ids that are about to be fed to the model."""
+        self._tokens.extend(inputs.flatten().tolist())
+
+    def started(self, step: int) -> None:
+        ledger.clear()
+        self._append(step, math.nan)
+
+    def backward_done(self, step: int) -> None:
+        self._lap("forward_backward")
+        self._grad_norm = norm_of(p.grad for p in self.model.parameters() if p.grad is not None)
+        self._clock = time.perf_counter()
+
+    def updated(self, step: int, losses: list[float]) -> None:
+        self._lap("optimizer")
+        self._append(step, math.fsum(losses) / len(losses))
+
+    def _lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[phase] = now - self._clock
+        self._clock = now
+
+    def _append(self, step: int, loss: float) -> None:
+        calls = ledger.entries() if "collectives" in self.watch else []
+        digests = "digests" in self.watch
+        record = Record(
+            step=step,
+            rank=self.rank,
+            loss=loss,
+            grad_norm=self._grad_norm,
+            grad_sq=float(getattr(self.optimizer, "last_grad_sq", math.nan)) if step else math.nan,
+            param_norm=norm_of(self.model.parameters()),
+            params={name: digest(t) for name, t in self._named_tensors()} if digests else {},
+            optimizer=state_digests(self.optimizer.state_dict()) if digests else {},
+            bytes=census(self.model, self.known_storages) if "bytes" in self.watch else {},
+            collectives=calls,
+            tokens=self._tokens,
+            seconds=self._seconds,
+        )
+        self.records.append(record)
+        if self.on_record:
+            self.on_record(record)
+        ledger.clear()
+        self._tokens, self._seconds, self._grad_norm = [], {}, math.nan
+        self._clock = time.perf_counter()
+
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+        with torch.no_grad():
+            return [*self.model.named_parameters(), *self.model.named_buffers()]

@@ -1,0 +1,98 @@
+"""The right answer to a scenario: one process, float64, the mean of all ranks' gradients, torch's own AdamW.
+
+Owns what "right" means, including the two points on which correct implementations differ. Shares no code with `parallel/`: the
+formula is torch's, the mean is taken here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minigpt_dist.verify.gradients import initial_value, rank_gradient
+from minigpt_dist.verify.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Points on which correct implementations differ.
+
+    absent: a parameter that no rank used is skipped (torch), or gets a gradient of zero (flat buffers).
+    decay: decoupled from the gradient (AdamW), or added to it (Adam's L2).
+    """
+
+    absent: str = "skip"
+    decay: str = "decoupled"
+
+
+TORCH = Reading()
+READINGS = (TORCH, Reading(absent="zero"), Reading(decay="l2"), Reading(absent="zero", decay="l2"))
+
+
+def mean_gradient(s: Scenario, step: int, world_size: int, tensor: int) -> Tensor | None:
+    """Mean over ranks of the gradients accumulated for `tensor` up to `step`, exact in float64; None if no rank has any."""
+    first = step
+    while first in s.keep_grads_before:
+        first -= 1
+    total: Tensor | None = None
+    for at in range(first, step + 1):
+        for rank in range(world_size):
+            if any(i == tensor and at < s.present_from and (r == -1 or r % world_size == rank) for i, r in s.absent):
+                continue
+            for part in range(s.backwards):
+                g = rank_gradient(s.seed, tensor, s.shapes[tensor], at, rank, part)
+                total = g if total is None else total + g
+    return None if total is None else total / world_size
+
+
+def clip_scale(s: Scenario, gradients: list[Tensor | None]) -> float:
+    """The factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1."""
+    if not s.max_norm:
+        return 1.0
+    norm = sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5
+    return min(s.max_norm / (norm + 1e-6), 1.0)
+
+
+def trajectory(s: Scenario, world_size: int, reading: Reading = TORCH, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    """Parameters before training and after each step: [step][tensor], in `dtype`."""
+    params = [initial_value(s.seed, i, shape).to(dtype).requires_grad_(i not in s.frozen) for i, shape in enumerate(s.shapes)]
+    own: dict[int, dict[str, float]] = {}
+    for tensor, option, value in s.groups:
+        own.setdefault(tensor, {})[option] = s.lr * value if option == "lr" else value
+    base = {"lr": s.lr, "betas": s.betas, "eps": s.eps, "weight_decay": s.weight_decay}
+    groups = [{**base, **own.get(i, {}), "params": [p]} for i, p in enumerate(params)]
+    kind = torch.optim.AdamW if reading.decay == "decoupled" else torch.optim.Adam
+    optimizer = kind(groups, foreach=False)
+    values = [[p.detach().clone() for p in params]]
+    for step in range(1, s.steps + 1):
+        for at, factor in s.lr_at:
+            for group in optimizer.param_groups if at == step else ():
+                group["lr"] *= factor
+        gradients = [mean_gradient(s, step, world_size, i) for i in range(len(params))]
+        scale = clip_scale(s, [g for i, g in enumerate(gradients) if i not in s.frozen])
+        for i, (p, g) in enumerate(zip(params, gradients, strict=True)):
+            p.grad = _gradient(s, step, i, p, g, reading, scale)
+        optimizer.step()
+        values.append([p.detach().clone() for p in params])
+    return values
+
+
+def _gradient(s: Scenario, step: int, i: int, p: Tensor, g: Tensor | None, reading: Reading, scale: float) -> Tensor | None:
+    """What tensor `i` is to be updated with at `step`, or None to leave it alone."""
+    if not p.requires_grad or (s.late and step == 1 and i == len(s.shapes) - 1):
+        return None
+    if g is None:
+        return torch.zeros_like(p) if reading.absent == "zero" else None
+    return (g * scale).to(p.dtype)
+
+
+def returned_loss(s: Scenario, values: list[list[Tensor]], step: int, rank: int) -> float:
+    """What step(closure) has to return on `rank`: the sum of p * w over its backwards, at the parameters before the step."""
+    total = 0.0
+    for part in range(s.backwards):
+        for i, p in enumerate(values[step - 1]):
+            if i not in s.frozen:
+                total += float((p.double() * rank_gradient(s.seed, i, s.shapes[i], step, rank, part)).sum())
+    return total

@@ -1,0 +1,189 @@
+"""The lesson's first three invariants, and what stands beside them, over the composed run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from minigpt_dist.config import TrainConfig
+from minigpt_dist.memory import zero1_bytes
+from minigpt_dist.trace import Record, Trace
+from minigpt_dist.verify.checks.registry import Check, register
+from minigpt_dist.verify.composition import Composed, composed, oracle
+from minigpt_dist.verify.subject import Subject
+from minigpt_dist.verify.violation import Violation
+
+# Float noise of a float32 mean loss of about 4: one rounding is 4.8e-7; correct runs that differ in reduction order differ by at most 2.0e-7
+# relative. The smallest fall between two steps, over 40 seeds and N = 1, 2, 3, 4, 8, is 0.0155: four orders above this.
+LOSS_NOISE = 1e-6
+# The loss of correct runs against the one-process oracle, 20 steps, float32: at most 2.0e-7 relative; the smallest visible fault 9.5e-5.
+LOSS_REL = 5e-6
+# Relative Frobenius error of one tensor after 20 steps, float32: at most 2.9e-5 for correct runs.
+FINAL_REL = 3e-4
+
+
+def default_config(world_size: int) -> TrainConfig:
+    """The run that the lesson's invariants are asked of."""
+    return TrainConfig(world_size=world_size)
+
+
+def _evidence(subject: Subject, world_size: int) -> Composed:
+    return composed(subject, default_config(world_size))
+
+
+def loss_falls(subject: Subject, world_size: int) -> list[Violation]:
+    """(a) The mean loss falls at every one of the 20 steps."""
+    return falling(_evidence(subject, world_size).whole)
+
+
+def falling(trace: Trace) -> list[Violation]:
+    """The first step whose mean loss is above the step before, beyond float noise; or missing, or not finite."""
+    losses = trace.mean_losses()
+    previous = math.inf
+    for step, loss in losses.items():
+        if not loss <= previous + LOSS_NOISE:
+            return [Violation("the mean loss", f"{loss:.6f}", f"at most {previous:.6f}, the loss of step {step - 1}", "optimizer", step=step)]
+        previous = loss
+    return []
+
+
+def norms_agree(subject: Subject, world_size: int) -> list[Violation]:
+    """(b) Every rank holds the same parameter norm at every step, exactly, and the same bytes."""
+    return replicas_agree(_evidence(subject, world_size).whole)
+
+
+def replicas_agree(trace: Trace) -> list[Violation]:
+    """The first step and rank at which a parameter or buffer differs from rank 0's."""
+    for step in trace.steps:
+        records = trace.at(step)
+        stage = "broadcast" if step == 0 else "gather"
+        for r in records[1:]:
+            for name, seen in r.params.items():
+                wanted = records[0].params.get(name)
+                if seen != wanted:
+                    return [
+                        Violation("the parameter's bytes (sha256)", seen[:16], f"{str(wanted)[:16]}, as on rank 0", stage,
+                                  step=step, rank=r.rank, tensor=name, hint=_norm_hint(records[0], r))
+                    ]
+            if r.param_norm != records[0].param_norm:
+                return [Violation("the parameter norm", f"{r.param_norm!r}", f"{records[0].param_norm!r}, as on rank 0", stage, step=step, rank=r.rank)]
+    return []
+
+
+def _norm_hint(first: Record, other: Record) -> str:
+    if first.param_norm == other.param_norm:
+        return "the norms of all parameters agree: only bytes show this difference"
+    return f"parameter norm {other.param_norm:.9g}, on rank 0 {first.param_norm:.9g}"
+
+
+def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
+    """(c) Optimizer memory is 12P/N bytes on every rank at every step: exactly ours, shared out by others."""
+    evidence = _evidence(subject, world_size)
+    P = sum(len(raw) for raw in evidence.finals[0].values()) // 4
+    share = zero1_bytes(P, world_size)
+    for record in evidence.whole.records:
+        held = record.bytes["optimizer"]
+        exact = subject.ours and record.step
+        if held > (share if subject.ours else share + share * 3 // 100 + 4096) or (exact and held != share):
+            hint = "this is the whole state: it is not sharded" if world_size > 1 and held >= 12 * P * 0.9 else ""
+            return [Violation("optimizer memory", f"{held} bytes", f"{share} bytes (12P/N with P = {P}, N = {world_size})", "memory",
+                              step=record.step, rank=record.rank, hint=hint)]
+    total = sum(r.bytes["optimizer"] for r in evidence.whole.at(evidence.whole.steps[-1]))
+    least = 8 * P
+    if total < least:
+        return [Violation("optimizer memory over all ranks", f"{total} bytes", f"at least {least} (two float32 moments)", "memory")]
+    return []
+
+
+def matches_oracle(subject: Subject, world_size: int) -> list[Violation]:
+    """Losses at every step, and parameters, equal the one-process run's: ours bit for bit."""
+    evidence = _evidence(subject, world_size)
+    right = oracle(subject, default_config(world_size))
+    for record in evidence.whole.records:
+        if not record.step:
+            continue
+        wanted = right["losses"][record.step - 1][record.rank]
+        off = abs(record.loss - wanted)
+        if not off <= (0.0 if subject.ours else LOSS_REL * abs(wanted)):
+            return [Violation("the loss", f"{record.loss!r}", f"{wanted!r}, as in one process", "forward", step=record.step, rank=record.rank)]
+    if subject.ours:
+        return _same_bits(evidence.whole, right["digests"])
+    return _close_finals(evidence, right["final"])
+
+
+def _same_bits(trace: Trace, digests: list[dict[str, str]]) -> list[Violation]:
+    for record in trace.records:
+        for name, wanted in digests[record.step].items():
+            if record.params[name] != wanted:
+                return [Violation("the parameter's bytes (sha256)", record.params[name][:16], f"{wanted[:16]}, as in one process", "optimizer",
+                                  step=record.step, rank=record.rank, tensor=name)]
+    return []
+
+
+def _close_finals(evidence: Composed, right: dict[str, bytes]) -> list[Violation]:
+    for rank, finals in enumerate(evidence.finals):
+        for name, raw in finals.items():
+            a = torch.frombuffer(bytearray(raw), dtype=torch.float32).double()
+            b = torch.frombuffer(bytearray(right[name]), dtype=torch.float32).double()
+            off = float((a - b).norm() / b.norm().clamp_min(1e-30))
+            if not off <= FINAL_REL:
+                return [Violation("the parameter after 20 steps (relative error)", f"{off:.3g}", f"at most {FINAL_REL:g} from one process",
+                                  "optimizer", step=evidence.config.steps, rank=rank, tensor=name)]
+    return []
+
+
+def tokens_once(subject: Subject, world_size: int) -> list[Violation]:
+    """Every block of the corpus is read by one rank once."""
+    evidence = _evidence(subject, world_size)
+    seen: dict[tuple[int, ...], tuple[int, int]] = {}
+    for record in evidence.whole.records:
+        if record.step == 0:
+            continue
+        wanted = evidence.config.batch * evidence.config.model.seq_len * evidence.config.micro_batches
+        if len(record.tokens) != wanted:
+            return [Violation("tokens read", f"{len(record.tokens)}", f"{wanted}", "data", step=record.step, rank=record.rank)]
+        key = (record.step, *record.tokens)
+        if key in seen:
+            return [Violation("the batch", f"the one of rank {seen[key][1]}", "its own", "data", step=record.step, rank=record.rank)]
+        seen[key] = (record.step, record.rank)
+    return []
+
+
+def same_collectives(subject: Subject, world_size: int) -> list[Violation]:
+    """All ranks call the same collectives with the same sizes in the same order."""
+    trace = _evidence(subject, world_size).whole
+    for step in trace.steps:
+        records = trace.at(step)
+        for r in records[1:]:
+            mine = [(c["op"], c["dtype"], c["numel"]) for c in r.collectives]
+            first = [(c["op"], c["dtype"], c["numel"]) for c in records[0].collectives]
+            if mine != first:
+                at = next((i for i, (a, b) in enumerate(zip(mine, first, strict=False)) if a != b), min(len(mine), len(first)))
+                return [Violation(f"collective {at} of the step", str(mine[at : at + 1]), f"{first[at : at + 1]}, as on rank 0", "reduce", step=step, rank=r.rank)]
+    return []
+
+
+def live_bytes_flat(subject: Subject, world_size: int) -> list[Violation]:
+    """No kind of memory grows from the second step on."""
+    trace = _evidence(subject, world_size).whole
+    settled = {r.rank: r.bytes for r in trace.at(2)}
+    for record in trace.records:
+        for kind, held in record.bytes.items():
+            if record.step > 2 and held > settled[record.rank][kind]:
+                return [Violation(f"bytes of {kind}", f"{held}", f"{settled[record.rank][kind]}, as after step 2", "memory", step=record.step, rank=record.rank,
+                                  hint="something is kept at every step")]
+    return []
+
+
+ALL_SLOTS = ("model", "broadcast", "optimizer")
+for _name, _claim, _find, _stage in (
+    ("monotone_loss", "the mean loss falls at every step", loss_falls, "optimizer"),
+    ("param_norms", "every rank holds the same parameters at every step", norms_agree, "gather"),
+    ("optimizer_bytes", "optimizer memory is 12P/N bytes a rank", optimizer_bytes, "memory"),
+    ("oracle", "the run equals one process at every step", matches_oracle, "optimizer"),
+    ("tokens_once", "every block of the corpus is read by one rank once", tokens_once, "data"),
+    ("same_collectives", "all ranks call the same collectives in the same order", same_collectives, "reduce"),
+    ("live_bytes", "no memory grows with the steps", live_bytes_flat, "memory"),
+):
+    register(Check(_name, _claim, _find, ALL_SLOTS, _stage))

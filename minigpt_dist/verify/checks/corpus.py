@@ -1,0 +1,54 @@
+"""Is make_corpus deterministic next-token data?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minigpt_dist.verify.checks.registry import Check, register
+from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.subject import Subject
+from minigpt_dist.verify.violation import Violation
+
+TOTAL = 5 * 65 * 4
+
+
+def corpus_body(spec: str, slots: list[str]) -> dict[str, Any]:
+    """Three corpora and their facts; the global random stream is disturbed in between, which must not matter."""
+    make = resolve(spec, tuple(slots)).require("make_corpus")
+    torch.manual_seed(1)
+    first = torch.as_tensor(make(7, TOTAL))
+    torch.manual_seed(2)
+    again = torch.as_tensor(make(7, TOTAL))
+    other = torch.as_tensor(make(8, TOTAL))
+    shorter = torch.as_tensor(make(7, TOTAL // 2))
+    return {"first": first.clone(), "again": again.clone(), "other": other.clone(), "shorter": shorter.clone()}
+
+
+def corpus_is_deterministic(subject: Subject, world_size: int) -> list[Violation]:
+    """Same seed, same tokens, on every rank; another seed, other tokens; as many as asked for, int64, within the vocabulary."""
+    results = subject.ask(corpus_body, world_size)
+    first = results[0]["first"]
+    facts = [
+        ("dtype of the corpus", str(first.dtype), "torch.int64"),
+        ("shape of the corpus", str(tuple(first.shape)), str((TOTAL,))),
+        ("length of a shorter corpus", str(results[0]["shorter"].numel()), str(TOTAL // 2)),
+    ]
+    for what, seen, wanted in facts:
+        if seen != wanted:
+            return [Violation(what, seen, wanted, "data")]
+    if int(first.min()) < 0 or int(first.max()) >= 64:
+        return [Violation("range of token ids", f"{int(first.min())}..{int(first.max())}", "within 0..63", "data")]
+    if torch.equal(first, results[0]["other"]):
+        return [Violation("the corpus of another seed", "the same", "another", "data", hint="the seed is not used")]
+    for rank, r in enumerate(results):
+        for key in ("first", "again"):
+            if not torch.equal(r[key], first):
+                at = int((r[key] != first).nonzero()[0])
+                return [Violation("the corpus of the same seed", f"token {int(r[key][at])} at {at}", f"{int(first[at])}", "data", rank=rank, element=at,
+                                  hint="it depends on the global random stream or on the rank, not on the seed alone")]
+    return []
+
+
+register(Check("corpus", "the corpus is a function of its seed", corpus_is_deterministic, ("corpus",), "data", world_sizes=(1, 2)))

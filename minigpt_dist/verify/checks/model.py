@@ -1,0 +1,72 @@
+"""Is MiniGPT a causal decoder of the stated size?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minigpt_dist.config import ModelConfig
+from minigpt_dist.verify.checks.registry import Check, register
+from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.gpt_oracle import reference_logits
+from minigpt_dist.verify.plug import build_model
+from minigpt_dist.verify.subject import Subject
+from minigpt_dist.verify.violation import Violation
+
+SIZES = ModelConfig()
+# Float32 logits of order one after two blocks: changes that come from rounding alone stay below 1e-5.
+LOGIT_ABS = 1e-4
+# The functional reference in float64 differs from a correct module by rounding: 1.3e-15 seen.
+REFERENCE_ABS = 1e-12
+
+
+def model_body(spec: str, slots: list[str]) -> dict[str, Any]:
+    """Logits for a sequence, for the same with its last token changed, for its reverse, and for a longer and a shorter batch."""
+    torch.manual_seed(3)
+    impl = resolve(spec, tuple(slots))
+    model = build_model(impl, SIZES)
+    ids = torch.randint(0, SIZES.vocab, (2, SIZES.seq_len), generator=torch.Generator().manual_seed(0))
+    changed = ids.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % SIZES.vocab
+    early = ids.clone()
+    early[:, 0] = (early[:, 0] + 1) % SIZES.vocab
+    same = torch.full_like(ids, 5)
+    with torch.no_grad():
+        logits = {name: model(x).clone() for name, x in (("plain", ids), ("changed", changed), ("early", early), ("same", same))}
+    result: dict[str, Any] = {"numel": sum(p.numel() for p in model.parameters()), "logits": logits}
+    if impl.ours:
+        model.double()
+        with torch.no_grad():
+            result["double"] = model(ids).clone()
+            result["reference"] = reference_logits(dict(model.named_parameters()), ids, SIZES.num_heads, SIZES.num_layers)
+    return result
+
+
+def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violation]:
+    """Logits (B, S, vocab) that see the past, not the future, and tell positions apart; P = 29,824."""
+    r = subject.ask(model_body, world_size)[0]
+    plain, changed, early, same = (r["logits"][k] for k in ("plain", "changed", "early", "same"))
+    shape = (2, SIZES.seq_len, SIZES.vocab)
+    if tuple(plain.shape) != shape:
+        return [Violation("shape of the logits", str(tuple(plain.shape)), str(shape), "model")]
+    if not bool(torch.isfinite(plain).all()):
+        return [Violation("logits", "not finite", "finite", "model")]
+    leak = (plain[:, :-1] - changed[:, :-1]).abs().max()
+    if float(leak) > LOGIT_ABS:
+        return [Violation("change of earlier logits when the last token changes", f"{float(leak):.3g}", "0: a position must not see later ones", "model",
+                          hint="the causal mask is missing or shifted")]
+    if float((plain[:, -1] - early[:, -1]).abs().max()) <= LOGIT_ABS:
+        return [Violation("change of the last logits when the first token changes", "0", "above 0: attention reaches back", "model")]
+    if float((same[:, 0] - same[:, -1]).abs().max()) <= LOGIT_ABS:
+        return [Violation("difference between positions of a constant sequence", "0", "above 0: positions are embedded", "model")]
+    if r["numel"] != SIZES.numel():
+        return [Violation("number of parameters", f"{r['numel']:,}", f"{SIZES.numel():,} (2 blocks, embedding 32, biasless projections, untied head)", "model")]
+    if "double" in r:
+        off = float((r["double"] - r["reference"]).abs().max())
+        if off > REFERENCE_ABS:
+            return [Violation("difference from the functional reference, float64", f"{off:.3g}", f"at most {REFERENCE_ABS:g}", "model")]
+    return []
+
+
+register(Check("model", "MiniGPT is a causal decoder of 29,824 parameters", model_is_a_causal_decoder, ("model",), "model", world_sizes=(1,)))

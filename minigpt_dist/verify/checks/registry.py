@@ -1,0 +1,103 @@
+"""The list of checks: what can be asked of an implementation, by name.
+
+Owns the registry and what happens when a run ends in an error instead of evidence. Leaves each question to its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
+from minigpt_dist.verify.subject import NotJudged, Subject
+from minigpt_dist.verify.violation import Violation
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question. `find(subject, world_size)` lists the violations, none if all is well; NotJudged if it cannot be asked.
+
+    slots: pieces it is about. stage: whom to blame when the run itself breaks. world_sizes: where it is asked by default.
+    """
+
+    name: str
+    claim: str
+    find: Callable[[Subject, int], list[Violation]]
+    slots: tuple[str, ...]
+    stage: str
+    world_sizes: tuple[int, ...] = WORLD_SIZES
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def register(check: Check) -> Check:
+    """Add a check under its name; names are unique."""
+    if check.name in CHECKS:
+        raise ValueError(f"check {check.name} is there twice")
+    CHECKS[check.name] = check
+    return check
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one check at one world size: passed, failed (with violations), or not judged (with the reason)."""
+
+    check: str
+    world_size: int
+    violations: tuple[Violation, ...] = ()
+    not_judged: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.violations and not self.not_judged
+
+    def render(self, impl: str) -> str:
+        return "\n\n".join(v.render(self.check, impl, self.world_size) for v in self.violations)
+
+
+def put(check: Check, subject: Subject, world_size: int) -> Verdict:
+    """Ask one check. A run that broke is a violation of its own: who waits where, or which rank raised what."""
+    try:
+        return Verdict(check.name, world_size, tuple(check.find(subject, world_size)))
+    except NotJudged as reason:
+        return Verdict(check.name, world_size, not_judged=str(reason))
+    except LaunchError as error:
+        return Verdict(check.name, world_size, (broken_run(error, check.stage),))
+
+
+def broken_run(error: LaunchError, stage: str) -> Violation:
+    """A run that ended in an error instead of evidence, as a violation."""
+    if isinstance(error, DeadlineExceeded):
+        waiting = "; ".join(f"rank {r} waits in {call} ({place})" for r, call, place in error.waiting) or "nobody waits"
+        absent = f"; never came: rank {', '.join(map(str, error.absent))}" if error.absent else ""
+        rank = error.absent[0] if error.absent else (error.waiting[0][0] if error.waiting else None)
+        return Violation(
+            "the run",
+            f"stuck: {waiting}{absent}",
+            "finished before its deadline",
+            stage,
+            rank=rank,
+            hint="a collective must be called by every rank, the same number of times, in the same order",
+        )
+    if isinstance(error, RankError):
+        if error.kind == "MissingPieceError":
+            return Violation("the contract", error.message, "complete", "contract")
+        last = [line.strip() for line in error.traceback.splitlines() if line.strip().startswith("File ")]
+        hint = f"raised at {last[-1]}" if last else ""
+        return Violation("the run", f"{error.kind}: {error.message}", "free of errors", stage, rank=error.rank, hint=hint)
+    if isinstance(error, RankDied):
+        return Violation("the run", f"a dead rank (exit code {error.exitcode})", "alive to the end", stage, rank=error.rank)
+    return Violation("the run", str(error).splitlines()[0], "free of errors", "launch")
+
+
+def judge(subject: Subject, names: Iterable[str] = (), world_sizes: Iterable[int] = ()) -> list[Verdict]:
+    """Put the named checks (default: all) at the given world sizes (default: each check's own)."""
+    chosen = list(names) or list(CHECKS)
+    unknown = [n for n in chosen if n not in CHECKS]
+    if unknown:
+        raise ValueError(f"check is {unknown[0]!r}, but should be one of {', '.join(CHECKS)}")
+    sizes = tuple(world_sizes)
+    return [put(CHECKS[n], subject, N) for n in chosen for N in (sizes or CHECKS[n].world_sizes)]

@@ -1,0 +1,50 @@
+"""The lesson's fourth invariant: a checkpoint resumes byte-equal, in fresh processes, and trains on to the same bytes."""
+
+from __future__ import annotations
+
+from minigpt_dist.launch import LaunchError
+from minigpt_dist.trace import Record
+from minigpt_dist.verify.checks.composition import default_config
+from minigpt_dist.verify.checks.registry import Check, broken_run, register
+from minigpt_dist.verify.composition import composed
+from minigpt_dist.verify.subject import Subject
+from minigpt_dist.verify.violation import Violation
+
+
+def resumes_byte_equal(subject: Subject, world_size: int) -> list[Violation]:
+    """(d) What is loaded at step 10 equals the snapshot, and each step to 20 the unbroken run: every parameter, buffer and state byte."""
+    evidence = composed(subject, default_config(world_size))
+    if isinstance(evidence.resume_error, LaunchError):
+        return [broken_run(evidence.resume_error, "load")]
+    if evidence.resume_error is not None or evidence.resumed is None:
+        return [Violation("the resume", str(evidence.resume_error), "free of errors", "load")]
+    whole = {(r.step, r.rank): r for r in evidence.whole.records}
+    start = evidence.config.checkpoint_step
+    wanted = [(s, r) for s in range(start, evidence.config.steps + 1) for r in range(world_size)]
+    resumed = {(r.step, r.rank): r for r in evidence.resumed.records}
+    for key in wanted:
+        if key not in resumed:
+            return [Violation("the resumed run", "without this step", f"trained from {start} to {evidence.config.steps}", "load", step=key[0], rank=key[1])]
+        found = _first_difference(resumed[key], whole[key], start)
+        if found:
+            return [found]
+    return []
+
+
+def _first_difference(resumed: Record, unbroken: Record, start: int) -> Violation | None:
+    stage = "load" if resumed.step == start else "optimizer"
+    hint = "" if resumed.step == start else "the state was loaded right, and the next updates differ: something that steers them is not saved (step count, options, random stream, data position)"
+    for kind, mine, theirs in (("parameter", resumed.params, unbroken.params), ("optimizer state", resumed.optimizer, unbroken.optimizer)):
+        for name, value in theirs.items():
+            if mine.get(name) != value:
+                return Violation(f"the {kind}'s bytes (sha256)", str(mine.get(name))[:16], f"{value[:16]}, as in the unbroken run", stage,
+                                 step=resumed.step, rank=resumed.rank, tensor=name, hint=hint)
+    if resumed.tokens != unbroken.tokens and resumed.step > start:
+        return Violation("tokens read", str(resumed.tokens[:4]), f"{unbroken.tokens[:4]}, as in the unbroken run", "data", step=resumed.step, rank=resumed.rank)
+    return None
+
+
+register(
+    Check("resume_bytes", "the checkpoint of step 10 resumes byte-equal and trains on to the same bytes", resumes_byte_equal,
+          ("model", "broadcast", "optimizer", "checkpoint"), "load")
+)

@@ -1,0 +1,127 @@
+"""The contract: how another implementation is plugged in, and what it is found to offer.
+
+Owns resolving a spec (a module name, a path to a file or folder, `fault:NAME`, `peer:NAME`) to callables, one per slot, and the record of
+where each came from. A slot that an implementation lacks is an error for whoever asks for it, never ours instead.
+Runs only inside ranks: foreign code is not imported by the process that judges.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SLOTS: dict[str, tuple[str, ...]] = {
+    "model": ("MiniGPT",),
+    "corpus": ("make_corpus",),
+    "broadcast": ("broadcast_parameters",),
+    "optimizer": ("ZeroOptimizer",),
+    "checkpoint": ("save_sharded", "load_sharded"),
+}
+OURS = "minigpt_dist"
+
+
+class MissingPieceError(Exception):
+    """An implementation was asked for a piece it does not have."""
+
+
+@dataclass
+class Implementation:
+    """The names of the contract, as found: `names[n]` is a callable, `origins[n]` says where it came from."""
+
+    spec: str
+    names: dict[str, Callable[..., Any]]
+    origins: dict[str, str]
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def require(self, name: str) -> Callable[..., Any]:
+        """The callable called `name`. MissingPieceError if the implementation has none."""
+        if name not in self.names:
+            raise MissingPieceError(f"{self.spec} has no {name}")
+        return self.names[name]
+
+    @property
+    def ours(self) -> bool:
+        """Is this the package itself, or one of its variants, with the options of our own classes?"""
+        return bool(self.extras.get("ours"))
+
+
+@functools.cache
+def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
+    """Find the pieces that `spec` offers. With `slots`, only those are looked for there and the rest are ours, and said to be.
+
+    Raises ValueError for an unknown spec or slot, and whatever importing foreign code raises.
+    """
+    unknown = [s for s in slots if s not in SLOTS]
+    if unknown:
+        raise ValueError(f"slot is {unknown[0]!r}, but should be one of {', '.join(SLOTS)}")
+    module = load_module(spec)
+    found = Implementation(spec, {}, {}, dict(getattr(module, "EXTRAS", {})))
+    found.extras.setdefault("ours", spec == OURS)
+    own = importlib.import_module(OURS)
+    for slot, names in SLOTS.items():
+        source, origin = (module, spec) if not slots or slot in slots else (own, OURS)
+        for name in names:
+            value = getattr(source, name, None)
+            if callable(value):
+                found.names[name] = value
+                found.origins[name] = f"{origin}:{getattr(value, '__module__', '?')}"
+    return found
+
+
+def load_module(spec: str) -> ModuleType:
+    """Import what `spec` names. ValueError if nothing is there."""
+    if spec.startswith("fault:"):
+        faults = importlib.import_module("minigpt_dist.verify.faults")
+        return faults.build(spec.removeprefix("fault:"))  # type: ignore[no-any-return]  # imported by name, to keep it optional
+    path = Path(spec)
+    if path.suffix == ".py" or path.is_dir() or "/" in spec:
+        return _load_path(path)
+    if importlib.util.find_spec(spec) is None:
+        raise ValueError(f"implementation is {spec!r}, but should be a module, a path, fault:NAME or peer:NAME")
+    return importlib.import_module(spec)
+
+
+def _load_path(path: Path) -> ModuleType:
+    """Load a file, or the entry of a folder, without putting its folder before the standard library on sys.path."""
+    entry = path
+    if path.is_dir():
+        entries = [path / name for name in ("__init__.py", "solution.py", "submission.py", "main.py") if (path / name).is_file()]
+        single = sorted(path.glob("*.py"))
+        if not entries and len(single) != 1:
+            raise ValueError(f"folder {str(path)!r} has no __init__.py, solution.py, submission.py or main.py, but should have one")
+        entry = entries[0] if entries else single[0]
+    if not entry.is_file():
+        raise ValueError(f"implementation {str(path)!r} is not there")
+    package = entry.name == "__init__.py"
+    spec = importlib.util.spec_from_file_location(
+        "submission", entry, submodule_search_locations=[str(entry.parent)] if package else None
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sys.path.append(str(entry.parent))  # last: a file called json.py must not replace the real one
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["submission"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Can `function` be called with the keyword `name`?"""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The part of `options` that `function` takes."""
+    return {name: value for name, value in options.items() if accepts(function, name)}

@@ -1,0 +1,127 @@
+"""The linear probe: puts gradients of the judge's choice through an implementation's optimizer and returns what became of the parameters.
+
+The loss is the sum of p * w over all elements, so that backward leaves exactly w in p.grad, through whatever hooks an implementation
+has. Owns the rank's side; the right answer is `adam_oracle.py`'s, in the parent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minigpt_dist.memory import baseline, census
+from minigpt_dist.parallel.collectives import world
+from minigpt_dist.trace import tensor_bytes
+from minigpt_dist.verify.contract import Implementation, resolve
+from minigpt_dist.verify.gradients import initial_value, rank_gradient
+from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, set_lr
+from minigpt_dist.verify.scenario import Scenario
+
+
+class LinearModel(nn.Module):
+    """Parameters p0, p1, ... of a scenario; forward(weights) is the sum of p * w over those with a weight."""
+
+    def __init__(self, s: Scenario, seed: int) -> None:
+        super().__init__()
+        self.params = nn.ParameterList()
+        for i, shape in enumerate(s.shapes):
+            value = initial_value(seed, i, shape).to(getattr(torch, s.dtype))
+            if s.transposed and len(shape) == 2:
+                value = value.t().contiguous().t()
+            self.params.append(nn.Parameter(value, requires_grad=i not in s.frozen))
+
+    def forward(self, weights: list[Tensor | None]) -> Tensor:
+        terms = [(p * w).sum() for p, w in zip(self.params, weights, strict=True) if w is not None and p.requires_grad]
+        return torch.stack([t for t in terms if t.requires_grad]).sum()
+
+
+def weights_for(s: Scenario, step: int, rank: int, part: int, world_size: int) -> list[Tensor | None]:
+    """What backward number `part` of `rank` at `step` is to leave in each tensor's gradient; None for no gradient."""
+    off = {i for i, r in s.absent if step < s.present_from and (r == -1 or r % world_size == rank)}
+    return [None if i in off else rank_gradient(s.seed, i, shape, step, rank, part) for i, shape in enumerate(s.shapes)]
+
+
+def _snapshot(model: LinearModel) -> list[bytes]:
+    """The parameters as bytes: a tensor kept here would be counted among those the implementation holds."""
+    return [tensor_bytes(p) for p in model.params]
+
+
+class _Run:
+    """One scenario on one rank."""
+
+    def __init__(self, impl: Implementation, s: Scenario) -> None:
+        self.impl, self.s = impl, s
+        self.N, self.rank = world()
+        self.model = LinearModel(s, s.seed)
+        self.known = baseline()
+        self.optimizer = self._build(self.model)
+        self.other = self._second() if s.twice else None
+
+    def _build(self, model: LinearModel) -> Any:
+        if self.s.late:
+            first = [{"params": list(model.params)[:-1]}]
+            return build_optimizer(self.impl, first, self.N, self.rank, self.s)
+        return build_optimizer(self.impl, grouped(model, self.s), self.N, self.rank, self.s)
+
+    def _second(self) -> tuple[LinearModel, Any]:
+        model = LinearModel(self.s, self.s.seed + 1)
+        return model, self._build(model)
+
+    def trajectory(self) -> dict[str, Any]:
+        """Parameters before training and after each step, what step(closure) returned, bytes held at the end."""
+        s, model = self.s, self.model
+        values, returned = [_snapshot(model)], []
+        for step in range(1, s.steps + 1):
+            for at, factor in s.lr_at:
+                if at == step:
+                    set_lr(self.optimizer, factor)
+            if s.late and step == 2:
+                self.optimizer.add_param_group({"params": [model.params[-1]]})
+            returned.append(self._step(model, self.optimizer, step))
+            values.append(_snapshot(model))
+            if self.other:
+                self._step(*self.other, step)
+            if step == s.reload_at:
+                state = self.optimizer.state_dict()
+                self.optimizer = self._build(model)
+                self.optimizer.load_state_dict(state)
+        held = census(model, self.known)
+        return {"values": values, "returned": returned, "bytes": held}
+
+    def _step(self, model: LinearModel, optimizer: Any, step: int) -> float | None:
+        if step not in self.s.keep_grads_before:
+            if self.s.model_zero_grad:
+                model.zero_grad()
+            else:
+                optimizer.zero_grad()
+
+        def run() -> float:
+            total = 0.0
+            for part in range(self.s.backwards):
+                weights = weights_for(self.s, step, self.rank, part, self.N)
+                loss = model([None if w is None else w.to(p.dtype) for w, p in zip(weights, model.params, strict=True)])
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+                total += loss.item()
+            return total
+
+        if self.s.closure:
+            result = optimizer.step(run)
+            return None if result is None else float(result)
+        run()
+        optimizer.step()
+        return None
+
+
+def probe_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str, Any]:
+    """Run one scenario on this rank: its trajectory, or why it cannot be put to this implementation."""
+    impl = resolve(spec, tuple(slots))
+    s = Scenario.from_dict(scenario)
+    missing = sorted(s.needs() - abilities(impl))
+    if missing:
+        return {"not_judged": f"no way to set {', '.join(missing)}"}
+    try:
+        return _Run(impl, s).trajectory()
+    except NotSupportedError as error:
+        return {"not_judged": str(error)}

@@ -1,0 +1,73 @@
+"""Building and handling an implementation's optimizer through whatever options its constructor has.
+
+Owns the mapping of the judge's words (betas, weight_decay, a learning-rate edit) to an implementation's, and what it can be asked at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from minigpt_dist.verify.contract import Implementation, accepts
+from minigpt_dist.verify.scenario import Scenario
+
+
+class NotSupportedError(Exception):
+    """The implementation offers no way to be asked this: not judged, which is neither pass nor fail."""
+
+
+def abilities(impl: Implementation) -> set[str]:
+    """Which of the optional abilities a scenario may need (see `Scenario.needs`) the optimizer's signature offers."""
+    build = impl.require("ZeroOptimizer")
+    found = {name for name in ("eps", "weight_decay", "max_norm") if accepts(build, name)}
+    if accepts(build, "betas") or (accepts(build, "beta1") and accepts(build, "beta2")):
+        found.add("betas")
+    if hasattr(build, "add_param_group"):
+        found.update(("add_param_group", "groups"))
+    if hasattr(build, "state_dict") and hasattr(build, "load_state_dict"):
+        found.add("state_dict")
+    if accepts(getattr(build, "step", None) or build, "closure"):
+        found.add("closure")
+    found.add("lr_edit")
+    return found
+
+
+def build_optimizer(impl: Implementation, module: Any, world_size: int, rank: int, s: Scenario) -> Any:
+    """The optimizer over `module` (a model, or parameter groups) with the scenario's options."""
+    build = impl.require("ZeroOptimizer")
+    options: dict[str, Any] = {"lr": s.lr}
+    if accepts(build, "betas"):
+        options["betas"] = s.betas
+    elif accepts(build, "beta1"):
+        options["beta1"], options["beta2"] = s.betas
+    for name, value in (("eps", s.eps), ("weight_decay", s.weight_decay)):
+        if accepts(build, name):
+            options[name] = value
+    if s.max_norm:
+        options["max_norm"] = s.max_norm
+    return build(module, world_size=world_size, rank=rank, **options)
+
+
+def grouped(module: nn.Module, s: Scenario) -> Any:
+    """The module itself, or parameter groups where the scenario gives tensors options of their own."""
+    if not s.groups:
+        return module
+    own: dict[int, dict[str, float]] = {}
+    for tensor, option, value in s.groups:
+        own.setdefault(tensor, {})[option] = s.lr * value if option == "lr" else value
+    params = list(module.parameters())
+    rest = [p for i, p in enumerate(params) if i not in own]
+    return [{"params": rest}, *({"params": [params[i]], **options} for i, options in own.items())]
+
+
+def set_lr(optimizer: Any, factor: float) -> None:
+    """Multiply the learning rate, in every place where an optimizer keeps one that users edit."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups:
+        for group in groups:
+            group["lr"] *= factor
+    elif isinstance(getattr(optimizer, "lr", None), float):
+        optimizer.lr *= factor
+    else:
+        raise NotSupportedError("the optimizer has neither param_groups nor lr")

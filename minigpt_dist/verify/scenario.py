@@ -1,0 +1,122 @@
+"""Scenarios: what the judge asks of an optimizer, one varied condition each.
+
+Owns the list and its reasons. Each is cheap (a few tensors of a few elements, a handful of steps), and each is there because a
+reported fault shows only under its condition. Leaves running them to `linear_probe.py` and the right answer to `adam_oracle.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+Shape = tuple[int, ...]
+
+SHAPES: tuple[Shape, ...] = ((7, 5), (5,), (3,), (2, 3), (1,), ())
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One condition. Indices name tensors of `shapes`; ranks are taken modulo the world size.
+
+    backwards: backward calls before a step. absent: (tensor, rank) pairs that get no gradient before step `present_from`, rank -1 for every rank.
+    frozen: requires_grad False. lr_at: (step, factor) edits of the learning rate. groups: (tensor, option, factor) overrides.
+    reload_at: after this step the state goes through state_dict and load_state_dict into a new optimizer.
+    late: the last tensor joins by add_param_group after step 1. closure: step is given a closure. twice: a second
+    optimizer over a second module runs in the same process. missing_zero_grad: steps before which zero_grad is not called.
+    late_grad: tensors whose `grad` is assigned by hand rather than by backward. contiguous: False transposes matrices.
+    """
+
+    name: str
+    why: str
+    shapes: tuple[Shape, ...] = SHAPES
+    steps: int = 4
+    lr: float = 0.0625
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    dtype: str = "float32"
+    backwards: int = 1
+    absent: tuple[tuple[int, int], ...] = ()
+    present_from: int = 1_000_000
+    frozen: tuple[int, ...] = ()
+    lr_at: tuple[tuple[int, float], ...] = ()
+    groups: tuple[tuple[int, str, float], ...] = ()
+    reload_at: int = 0
+    late: bool = False
+    closure: bool = False
+    twice: bool = False
+    keep_grads_before: tuple[int, ...] = ()
+    model_zero_grad: bool = False
+    transposed: bool = False
+    max_norm: float = 0.0
+    seed: int = 0
+
+    def needs(self) -> frozenset[str]:
+        """Optional abilities without which the scenario cannot be put to an implementation."""
+        wants = {
+            "betas": self.betas != (0.9, 0.999),
+            "eps": self.eps != 1e-8,
+            "weight_decay": self.weight_decay != 0.0 or any(option == "weight_decay" for _, option, _ in self.groups),
+            "groups": bool(self.groups),
+            "add_param_group": self.late,
+            "lr_edit": bool(self.lr_at),
+            "state_dict": self.reload_at > 0,
+            "closure": self.closure,
+            "max_norm": self.max_norm > 0,
+        }
+        return frozenset(name for name, wanted in wants.items() if wanted)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Scenario:
+        """The inverse of `to_dict` after a trip through JSON, which turns tuples into lists."""
+        return cls(**{f.name: _tuples(data[f.name]) for f in fields(cls)})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _s(name: str, why: str, **options: Any) -> Scenario:
+    return Scenario(name=name, why=why, **options)
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    _s("plain", "mean over ranks, bias correction, eps outside the root, every element"),
+    _s("long", "bias correction and moments over more steps", steps=12, seed=1),
+    _s("betas", "moments that forget fast show the last gradient alone", betas=(0.5, 0.75), steps=5),
+    _s("no_memory", "betas 0 make the update a function of the reduced gradient alone", betas=(0.0, 0.0), eps=0.5),
+    _s("large_eps", "a large eps makes the update proportional to the gradient's scale", eps=0.5),
+    _s("weight_decay", "decoupled decay on every element once", weight_decay=0.25),
+    _s("one_tensor", "a single parameter straddles every boundary", shapes=((23,),)),
+    _s("tiny", "more ranks than elements: some ranks own nothing", shapes=((1,),)),
+    _s("two_elements", "fewer elements than ranks", shapes=((), (1,)), steps=3),
+    _s("divisible", "no padding at 2, 3, 4, 6, 8 ranks", shapes=((4, 4), (8,))),
+    _s("remainder_one", "one element more than a multiple of 2, 3, 4", shapes=((5, 5),)),
+    _s("many_tensors", "boundaries fall inside, between and across tensors", shapes=tuple((n,) for n in range(1, 12))),
+    _s("large", "a tensor of 70,000 elements beside one of one", shapes=((70_000,), (1,)), steps=2),
+    _s("empty_tensor", "a tensor without elements between others", shapes=((3,), (0,), (4,))),
+    _s("transposed", "parameters that are not contiguous", transposed=True),
+    _s("frozen", "requires_grad False stays as it is, and costs no state", frozen=(1, 4)),
+    _s("unused", "a parameter without gradient on every rank is skipped", absent=((1, -1), (4, -1)), weight_decay=0.25),
+    _s("unused_once", "a parameter idle at first steps starts at its own step 1", absent=((2, -1),), present_from=3, steps=5),
+    _s("unused_on_one", "a parameter idle on one rank counts as zero there", absent=((2, 1),)),
+    _s("backwards", "two backwards before a step add up", backwards=2),
+    _s("keep_grads", "without zero_grad gradients add up on every rank", keep_grads_before=(2, 3)),
+    _s("model_zero_grad", "the model's own zero_grad, which drops the tensors", model_zero_grad=True),
+    _s("lr_edit", "an edited learning rate holds from the next step", lr_at=((2, 0.5), (4, 4.0)), steps=5),
+    _s("groups_lr", "each group has its learning rate", groups=((1, "lr", 0.25), (3, "lr", 0.0))),
+    _s("groups_decay", "each group has its decay", groups=((0, "weight_decay", 0.5), (1, "weight_decay", 0.0)), weight_decay=0.25),
+    _s("late_group", "a group added after the first step is optimized", late=True, steps=5),
+    _s("reload", "state_dict into a new optimizer changes nothing", reload_at=2, steps=5, betas=(0.9, 0.999)),
+    _s("reload_now", "a state taken before any step", reload_at=1, steps=3),
+    _s("closure", "step(closure) evaluates it once with gradients on and returns its loss", closure=True),
+    _s("two_optimizers", "two optimizers in one process share nothing", twice=True),
+    _s("float64", "double precision parameters", dtype="float64"),
+    _s("clip", "clipping by the norm over all ranks' slices", max_norm=1.0),
+    _s("clip_idle", "a norm below the limit changes nothing", max_norm=1e9),
+)
+
+BY_NAME = {s.name: s for s in SCENARIOS}

@@ -1,0 +1,73 @@
+"""The subject of a judgement: one implementation, and the evidence gathered from it so far.
+
+Owns running bodies on ranks for the judge and remembering what they returned, so that many checks share one run. Leaves what
+the evidence means to `checks/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from minigpt_dist.launch import World, run_world
+from minigpt_dist.verify.contract import OURS
+
+DEADLINE_S = 60.0
+
+
+class NotJudged(Exception):
+    """A check cannot be put to this implementation: neither pass nor fail. The message says why."""
+
+
+@dataclass
+class Subject:
+    """An implementation under judgement. `slots` restricts which of its pieces are taken (the rest are ours).
+
+    A context manager: leaving it ends the ranks kept alive for short questions.
+    """
+
+    spec: str = OURS
+    slots: tuple[str, ...] = ()
+    deadline_s: float = DEADLINE_S
+    _evidence: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _worlds: dict[int, World] = field(default_factory=dict, repr=False)
+
+    def __enter__(self) -> Subject:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every rank kept for this subject."""
+        while self._worlds:
+            self._worlds.popitem()[1].close()
+
+    @property
+    def ours(self) -> bool:
+        """Is this the package itself? Then correct means bit for bit."""
+        return self.spec == OURS
+
+    def evidence(self, key: tuple[Any, ...], gather: Callable[[], Any]) -> Any:
+        """What `gather()` returned the first time for `key`; an exception is remembered and raised again."""
+        if key not in self._evidence:
+            try:
+                self._evidence[key] = (gather(), None)
+            except Exception as error:
+                self._evidence[key] = (None, error)
+        value, error = self._evidence[key]
+        if error is not None:
+            raise error
+        return value
+
+    def ask(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """`body(spec, slots, *args)` on ranks kept alive between questions (a few milliseconds); new ones after a failure."""
+        if world_size not in self._worlds:
+            self._worlds[world_size] = World(world_size, deadline_s=self.deadline_s)
+        return self._worlds[world_size].run(body, self.spec, list(self.slots), *args)
+
+    def run(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """`body(spec, slots, *args)` on `world_size` fresh processes."""
+        return run_world(body, world_size, self.spec, list(self.slots), *args, deadline_s=self.deadline_s)

@@ -1,0 +1,197 @@
+"""One rank of a run: the composition root that wires the pieces into the loop.
+
+Owns which callable is handed to the loop for what, and the rank's random streams. Leaves the pieces to `parallel/` and
+`checkpoint/`, starting the process to `launch/`, and what the trace means to `verify/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minigpt_dist.checkpoint import load_resharded, load_sharded, save_shard
+from minigpt_dist.config import ModelConfig, TrainConfig
+from minigpt_dist.corpus import make_corpus, read_batch, read_text
+from minigpt_dist.loop import train
+from minigpt_dist.memory import baseline
+from minigpt_dist.model import MiniGPT, next_token_loss
+from minigpt_dist.parallel.collectives import exchange, world
+from minigpt_dist.parallel.ddp import broadcast_parameters
+from minigpt_dist.parallel.zero import ZeroOptimizer
+from minigpt_dist.recorder import ALL, Recorder
+from minigpt_dist.trace import Record, state_digests, to_line
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The callables a run is made of. Another implementation is plugged in by replacing them (`verify/contract.py`)."""
+
+    model: Callable[[ModelConfig], nn.Module]
+    corpus: Callable[[TrainConfig], Tensor]
+    broadcast: Callable[[nn.Module], object]
+    optimizer: Callable[[nn.Module, TrainConfig, int, int], Any]
+    save: Callable[[State, Path, int, TrainConfig], object]
+    load: Callable[[Path, int, int], State]
+
+
+def _own_model(sizes: ModelConfig) -> nn.Module:
+    return MiniGPT(**{name: getattr(sizes, name) for name in sizes.__dataclass_fields__})
+
+
+def _own_corpus(config: TrainConfig) -> Tensor:
+    if config.text is not None:
+        return read_text(config.text, config.total_tokens)
+    return make_corpus(config.seed, config.total_tokens, config.model.vocab)
+
+
+def _own_optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> ZeroOptimizer:
+    return ZeroOptimizer(
+        module,
+        world_size,
+        rank,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        reduction=config.reduction,
+    )
+
+
+def _own_save(state: State, folder: Path, step: int, config: TrainConfig) -> object:
+    N, rank = world()
+    meta = {"config": config.to_dict(), "data_position": step * N * config.micro_batches * config.block_tokens}
+    return save_shard(state, folder, step, rank=rank, world_size=N, exchange=exchange, meta=meta)
+
+
+def _own_load(folder: Path, world_size: int, rank: int) -> State:
+    """Load at the same world size, or cut the saved shards anew for this one."""
+    states: list[State] = load_resharded(folder, world_size)
+    return states[rank]
+
+
+OURS = Pieces(_own_model, _own_corpus, broadcast_parameters, _own_optimizer, _own_save, _own_load)
+
+
+def capture(step: int, model: nn.Module, optimizer: Any) -> State:
+    """Everything a rank must have again to go on: model, optimizer shard, position, random stream."""
+    return {
+        "step": step,
+        "model": {name: t.detach().clone() for name, t in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def restore_state(state: State, model: nn.Module, optimizer: Any) -> int:
+    """The inverse of `capture`; the step the state was taken at."""
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    if state.get("rng") is not None:
+        torch.set_rng_state(state["rng"])
+    return int(state["step"])
+
+
+@dataclass
+class Worker:
+    """One rank's run. `folder` receives checkpoints and the live metrics; `resume` continues from its latest checkpoint."""
+
+    config: TrainConfig
+    folder: Path
+    pieces: Pieces = OURS
+    resume: bool = False
+    watch: frozenset[str] = ALL
+    device: str = "cpu"
+
+    def run(self) -> dict[str, Any]:
+        """Train; plain data for the parent: {"records": [...], "snapshot": path -> digest at the checkpoint step}."""
+        config, (N, rank) = self.config, world()
+        if config.world_size != N:
+            raise ValueError(f"world_size is {config.world_size}, but should be {N}, the number of ranks started")
+        self.rank, self.snapshot = rank, dict[str, str]()
+        # Ranks start from different seeds on purpose: only the broadcast can make them equal.
+        torch.manual_seed(config.seed * 1009 + rank + (500_009 if self.resume else 0))
+        model = self.pieces.model(config.model).to(self.device, getattr(torch, config.dtype))
+        self.corpus = self.pieces.corpus(config).to(self.device)
+        train(
+            model,
+            config.steps,
+            broadcast=self.pieces.broadcast,
+            make_optimizer=self._make_optimizer,
+            restore=self._restore,
+            batches=self._batches,
+            loss_of=lambda model, x, y: next_token_loss(model(x), y),
+            backward=self._backward,
+            save=self._save,
+            observe=self._observe,
+        )
+        return {"records": [vars(record) for record in self.recorder.records], "snapshot": self.snapshot}
+
+    def _make_optimizer(self, model: nn.Module) -> Any:
+        self.known = baseline() if "bytes" in self.watch else []
+        return self.pieces.optimizer(model, self.config, self.config.world_size, self.rank)
+
+    def _restore(self, model: nn.Module, optimizer: Any) -> int:
+        if not self.resume:
+            return 0
+        return restore_state(self.pieces.load(self.folder, self.config.world_size, self.rank), model, optimizer)
+
+    def _batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of one step. Dropout's stream is a function of seed, step and place in the global batch."""
+        for m in range(self.config.micro_batches):
+            if self.config.model.dropout:
+                place = self.rank * self.config.micro_batches + m
+                torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + place)
+            x, y = read_batch(self.corpus, self.config, step - 1, self.rank, m)
+            self.recorder.batch(x)
+            yield x, y
+
+    def _backward(self, loss: Tensor, optimizer: Any) -> None:
+        if self.config.reduction == "exact":
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+            optimizer.fold()
+        else:
+            (loss / self.config.micro_batches).backward()  # type: ignore[no-untyped-call]  # as above
+
+    def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:
+        if step == self.config.checkpoint_step:
+            state = capture(step, model, optimizer)
+            self.snapshot = state_digests(state)
+            self.pieces.save(state, self.folder, step, self.config)
+
+    def _observe(self, model: nn.Module, optimizer: Any) -> Recorder:
+        self.recorder = Recorder(
+            model, optimizer, self.rank, watch=self.watch, known_storages=self.known, on_record=self._log
+        )
+        return self.recorder
+
+    def _log(self, record: Record) -> None:
+        """Append the record to this rank's live metrics file: one writer a file, readable after a kill at any point."""
+        with (self.folder / f"metrics-rank{self.rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(to_line(record) + "\n")
+
+
+def rank_body(config: dict[str, Any], folder: str, resume: bool, watch: list[str], device: str) -> dict[str, Any]:
+    """What `launch` runs on each rank for this package's own pieces: plain data in, plain data out."""
+    worker = Worker(TrainConfig.from_dict(config), Path(folder), resume=resume, watch=frozenset(watch), device=device)
+    return worker.run()
+
+
+def resized(config: TrainConfig, world_size: int) -> TrainConfig:
+    """The same global batch in the same micro-batches, on another number of ranks. ValueError if it does not divide."""
+    total = config.world_size * config.micro_batches
+    if total % world_size:
+        raise ValueError(f"world_size is {world_size}, but should divide the {total} micro-batches of a step")
+    return replace(config, world_size=world_size, micro_batches=total // world_size)
+
+
+def mean(values: list[float]) -> float:
+    """Arithmetic mean by exact summation, so that it does not depend on order."""
+    return math.fsum(values) / len(values)
