@@ -101,7 +101,8 @@ def restore_state(state: State, model: nn.Module, optimizer: Any) -> int:
 
 @dataclass
 class Worker:
-    """One rank's run. `folder` receives checkpoints and the live metrics; `resume` continues from its latest checkpoint."""
+    """One rank's run. `folder` receives checkpoints and the live metrics; `resume` continues from the latest checkpoint of `source`
+    (default: of `folder`)."""
 
     config: TrainConfig
     folder: Path
@@ -109,6 +110,7 @@ class Worker:
     resume: bool = False
     watch: frozenset[str] = ALL
     device: str = "cpu"
+    source: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Train; plain data for the parent: {"records": [...], "snapshot": path -> digest at the checkpoint step}."""
@@ -141,7 +143,7 @@ class Worker:
     def _restore(self, model: nn.Module, optimizer: Any) -> int:
         if not self.resume:
             return 0
-        return restore_state(self.pieces.load(self.folder, self.config.world_size, self.rank), model, optimizer)
+        return restore_state(self.pieces.load(self.source or self.folder, self.config.world_size, self.rank), model, optimizer)
 
     def _batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of one step. Dropout's stream is a function of seed, step and place in the global batch."""
@@ -178,9 +180,12 @@ class Worker:
             file.write(to_line(record) + "\n")
 
 
-def rank_body(config: dict[str, Any], folder: str, resume: bool, watch: list[str], device: str) -> dict[str, Any]:
+def rank_body(
+    config: dict[str, Any], folder: str, resume: bool, watch: list[str], device: str, source: str | None = None
+) -> dict[str, Any]:
     """What `launch` runs on each rank for this package's own pieces: plain data in, plain data out."""
     worker = Worker(TrainConfig.from_dict(config), Path(folder), resume=resume, watch=frozenset(watch), device=device)
+    worker.source = None if source is None else Path(source)
     return worker.run()
 
 

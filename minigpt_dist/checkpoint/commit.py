@@ -96,8 +96,8 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     On return all of it is durable. On CheckpointError `latest` names a complete checkpoint, this one or the old.
     """
     root, payload = temporary.parent, payload_of(temporary, manifest.step)
-    outdated = [f for f in step_folders(root) if f.name.split(".")[0] == payload.name]
     with naming_file(root, "to commit a checkpoint"), hold(payload):
+        outdated = [f for f in step_folders(root) if f.name.split(".")[0] == payload.name]
         # The hold keeps a concurrent save or clean-up from removing the folder before `latest` names it.
         text = manifest.to_json().encode()
         write_file(payload / MANIFEST_NAME, len(text), iter([memoryview(text)]))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["CheckpointError", "mismatch", "naming_file"]
+__all__ = ["CheckpointError", "mismatch", "naming_file", "need_count"]
 
 
 class CheckpointError(RuntimeError):
@@ -32,4 +32,11 @@ def naming_file(file: Path | str, expected: str) -> Iterator[None]:
         yield
     except OSError as error:
         cause = f"{type(error).__name__}: {error.strerror or error}"
-        raise mismatch(error.filename or file, expected, cause) from error
+        # For a call on a descriptor, the name is missing or a number.
+        raise mismatch(error.filename if isinstance(error.filename, str) else file, expected, cause) from error
+
+
+def need_count(name: str, value: object) -> None:
+    """ValueError naming the argument unless `value` is an int of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}, but should be an int of at least 1")

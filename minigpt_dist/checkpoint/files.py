@@ -51,11 +51,14 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     with naming_file(path, "a readable file"):
         # Without O_NONBLOCK, opening a fifo that was planted there would wait for ever.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
+        try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise mismatch(path, "a regular file", stat.filemode(status.st_mode))
-            yield file, status.st_size
+            with open(fd, "rb", closefd=False) as file:
+                yield file, status.st_size
+        finally:
+            os.close(fd)
 
 
 def read_exactly(path: Path, nbytes: int) -> bytes:

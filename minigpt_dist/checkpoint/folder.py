@@ -42,8 +42,6 @@ def open_checkpoint(src_dir: Path | str, expected_world_size: int | None = None)
 
     Checked are the manifest, the world size if one is expected, and that all files are there with the right sizes.
     """
-    if expected_world_size is not None and (type(expected_world_size) is not int or expected_world_size < 1):
-        raise ValueError(f"expected_world_size is {expected_world_size!r}, but should be an int of at least 1")
     folder, checksum = _find(Path(src_dir))
     with ExitStack() as stack:
         with naming_file(folder, "a checkpoint's folder"):

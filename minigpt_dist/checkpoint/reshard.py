@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt_dist.checkpoint.errors import mismatch
+from minigpt_dist.checkpoint.errors import mismatch, need_count
 from minigpt_dist.checkpoint.flat_slice import SLICED_NAMES, FlatSlice, find_slices, rank_slice
 from minigpt_dist.checkpoint.folder import open_checkpoint
 from minigpt_dist.checkpoint.shard_file import as_bytes, read_shard
@@ -22,7 +22,6 @@ from minigpt_dist.checkpoint.state import State, child_pointer, flatten
 __all__ = ["load_resharded", "merge_states", "split_state"]
 
 PER_RANK = "rng"  # a rank's own; it has no meaning at another world size
-Json = Any
 
 
 def load_resharded(src_dir: Path | str, world_size: int) -> list[State]:
@@ -36,8 +35,7 @@ def load_resharded(src_dir: Path | str, world_size: int) -> list[State]:
         ValueError: `world_size` is not an int of at least 1.
         CheckpointError: as `load_sharded`, or slices with a hole or an overlap, or ranks that disagree.
     """
-    if type(world_size) is not int or world_size < 1:
-        raise ValueError(f"world_size is {world_size!r}, but should be an int of at least 1")
+    need_count("world_size", world_size)
     with open_checkpoint(src_dir) as (folder, manifest):
         states = [read_shard(folder / record.file, record) for record in manifest.shards]
     if world_size == manifest.world_size and _is_cut_by_rule(states):
@@ -65,9 +63,11 @@ def merge_states(states: Sequence[State]) -> State:
     shared = [_map_slices(_without_own(state), "", slices[0], _shared_part) for state in states]
     for rank, other in enumerate(shared):
         _check_same(shared[0], other, rank)
-    whole: State = _map_slices(
-        shared[0], "", slices[0], lambda part, place: {**_join([_at(s, place) for s in states], place), **part}
-    )
+
+    def join(part: Mapping[str, Any], place: str) -> dict[str, Any]:
+        return {**part, **_join([_at(state, place) for state in states], place)}
+
+    whole: State = _map_slices(_without_own(states[0]), "", slices[0], join)
     return whole
 
 

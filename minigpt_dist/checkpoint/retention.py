@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from minigpt_dist.checkpoint.commit import POINTER_NAME, discard, read_pointer, step_folders, workspace
-from minigpt_dist.checkpoint.errors import CheckpointError, naming_file
+from minigpt_dist.checkpoint.errors import CheckpointError, naming_file, need_count
 from minigpt_dist.checkpoint.verify import Mode, verify_checkpoint
 
 __all__ = ["keep_last"]
@@ -27,8 +27,7 @@ def keep_last(root: Path | str, k: int, mode: Mode = "full") -> list[Path]:
         ValueError: `k` is not an int of at least 1.
         CheckpointError: the disk refused; or `latest` is damaged, and it cannot be known what to keep.
     """
-    if type(k) is not int or k < 1:
-        raise ValueError(f"k is {k!r}, but should be an int of at least 1")
+    need_count("k", k)
     root = Path(root)
     with naming_file(root, "a folder of checkpoints"):
         folders = step_folders(root)

@@ -19,7 +19,7 @@ from typing import Any
 
 from minigpt_dist.checkpoint.agreement import Agreement, Exchange
 from minigpt_dist.checkpoint.commit import commit, payload_of, step_name, workspace
-from minigpt_dist.checkpoint.errors import mismatch, naming_file
+from minigpt_dist.checkpoint.errors import mismatch, naming_file, need_count
 from minigpt_dist.checkpoint.folder import check_files, open_checkpoint
 from minigpt_dist.checkpoint.manifest import Manifest, checked_meta, shard_name, shard_record
 from minigpt_dist.checkpoint.shard_file import EncodedShard, encode_shard, read_shard, write_shard
@@ -117,8 +117,10 @@ def load_sharded(src_dir: Path | str, expected_world_size: int) -> list[State]:
         expected_world_size: the number of ranks that must have written it.
 
     Raises:
+        ValueError: `expected_world_size` is not an int of at least 1.
         CheckpointError: one line naming file, expected and found, for whatever is missing, extra or altered.
     """
+    need_count("expected_world_size", expected_world_size)
     with open_checkpoint(src_dir, expected_world_size) as (folder, manifest):
         return [read_shard(folder / record.file, record) for record in manifest.shards]
 
@@ -127,9 +129,10 @@ def load_shard(src_dir: Path | str, rank: int, expected_world_size: int) -> Stat
     """One rank's state: its own file is verified in full, of the others that they are there and their sizes.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: no such rank or world size.
         CheckpointError: as `load_sharded`.
     """
+    need_count("expected_world_size", expected_world_size)
     if type(rank) is not int or not 0 <= rank < expected_world_size:
         raise ValueError(f"rank is {rank!r}, but should be in range({expected_world_size})")
     with open_checkpoint(src_dir, expected_world_size) as (folder, manifest):

@@ -9,14 +9,16 @@ import os
 import re
 from typing import NamedTuple
 
-from .crew import Crew
-from .errors import DeadlineExceeded, LaunchError, RankDied, RankError, describe_exit
-from .mirror import Call, read_mirror
+from minigpt_dist.launch.crew import Crew
+from minigpt_dist.launch.errors import DeadlineExceeded, LaunchError, RankDied, RankError, describe_exit
+from minigpt_dist.launch.mirror import Call, read_mirror
 
 __all__ = ["Failure", "deadline_error", "first_failure"]
 
 _STACK_GRACE_S = 5.0  # a rank that does not write its stack by then will not
 _STACK_BYTES = 1 << 16
+# What gloo, the kernel and NCCL call the end of a peer.
+_LOSSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -30,18 +32,25 @@ class Failure(NamedTuple):
     traceback: str
     at: float
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether it only says that another rank is gone."""
+        return any(words in self.message for words in _LOSSES)
 
-def first_failure(crew: Crew, dead: list[int], failures: list[Failure]) -> LaunchError:
+
+def first_failure(crew: Crew, dead: list[int], failures: list[Failure], starting: set[int]) -> LaunchError:
     """Choose the cause and describe it, the other ranks in one line each.  The crew must have ended.
 
-    A rank that died alone (`dead`) comes before any exception: its peers' are about lost connections.
+    A rank that died alone (`dead`) comes before any exception: its peers' are about lost connections.  One that died in
+    `starting` has printed where the server prints.
     """
-    failures = sorted(failures, key=lambda failure: failure.at)
+    failures = sorted(failures, key=lambda failure: (failure.is_loss, failure.at))
     cause = dead[0] if dead else failures[0].rank
     details = [*_secondary(crew, cause, dead, failures), *_output(crew, cause)]
     if dead:
-        last = [f"its last collectives: {call}" for call in read_mirror(crew.file(cause, "ledger"))[1][-1:]]
-        return RankDied(cause, crew.codes[cause], [*last, *details])
+        last = [f"its last collective: {call}" for call in read_mirror(crew.file(cause, "ledger"))[1][-1:]]
+        early = [f"it died as it started; last output:\n{crew.server_output()}"] if cause in starting else []
+        return RankDied(cause, crew.codes[cause], [*early, *last, *details])
     first = failures[0]
     return RankError(cause, first.kind, first.message, first.traceback, details)
 

@@ -16,10 +16,11 @@ import tempfile
 import threading
 from typing import Literal
 
-from .channel import Channel
-from .server import PINNED_THREADS
+from minigpt_dist.launch.channel import Channel
+from minigpt_dist.launch.errors import LaunchError
+from minigpt_dist.launch.server import PINNED_THREADS
 
-__all__ = ["Method", "ServerHandle", "tail"]
+__all__ = ["Method", "ServerHandle", "prepare", "tail"]
 
 Method = Literal["fork", "spawn"]
 _TAIL_BYTES = 4096
@@ -54,14 +55,16 @@ class ServerHandle:
     def enlist(method: Method, channel_fd: int, temporary: str | None) -> ServerHandle:
         """Give this process's server the far end of a crew's channel, and the folder to remove after the crew."""
         with _lock:
-            server = _servers.get(method)
-            if server is not None and server._process.poll() is not None:
-                server.close()
-                server = None
-            if server is None:
-                server = _servers[method] = ServerHandle(method)
-            server._control.send({"crew": temporary}, channel_fd)
+            server = _running(method)
+            try:
+                server._control.send({"crew": temporary}, channel_fd)
+            except OSError:
+                raise server.lost() from None
             return server
+
+    def lost(self) -> LaunchError:
+        """What to raise where the server no longer answers."""
+        return LaunchError(f"the rank server has died; its last output:\n{self.output()}")
 
     def output(self) -> str:
         """The end of what the server, and ranks that had no file yet, have printed."""
@@ -81,6 +84,27 @@ class ServerHandle:
 
 _servers: dict[Method, ServerHandle] = {}
 _lock = threading.Lock()
+
+
+def prepare() -> None:
+    """Start the rank server ahead of the first world, so that it loads what ranks need while this process goes on.
+
+    Only where ranks are forked: spawned ones load everything themselves.
+    """
+    if sys.platform == "linux":
+        with _lock:
+            _running("fork")
+
+
+def _running(method: Method) -> ServerHandle:
+    """This process's server, a new one if it has none or the old one has ended. The caller holds `_lock`."""
+    server = _servers.get(method)
+    if server is not None and server._process.poll() is not None:
+        server.close()
+        server = None
+    if server is None:
+        server = _servers[method] = ServerHandle(method)
+    return server
 
 
 def tail(fd: int) -> str:

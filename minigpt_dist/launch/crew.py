@@ -19,15 +19,15 @@ import time
 import uuid
 import weakref
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from .channel import Channel
-from .client import Method, ServerHandle, tail
-from .errors import LaunchError, WireError
-from .frames import Frame, FrameReader, send_frame
-from .mirror import create_mirror
-from .server import PINNED_THREADS
-from .wire import MAX_BYTES
+from minigpt_dist.launch.channel import Channel
+from minigpt_dist.launch.client import Method, ServerHandle, tail
+from minigpt_dist.launch.errors import LaunchError, WireError
+from minigpt_dist.launch.frames import Frame, FrameReader, send_frame
+from minigpt_dist.launch.mirror import create_mirror
+from minigpt_dist.launch.server import PINNED_THREADS
+from minigpt_dist.launch.wire import MAX_BYTES
 
 __all__ = ["START_S", "Crew", "Event"]
 
@@ -103,8 +103,8 @@ class Crew:
 
     def _start(self, rank: int, env: dict[str, str], method: Method, backend: str) -> None:
         ours, theirs = socket.socketpair()
-        self._channel.send({"start": rank, "env": env if method == "spawn" else None}, theirs.fileno())
-        theirs.close()
+        with theirs:
+            self._tell({"start": rank, "env": env if method == "spawn" else None}, theirs.fileno())
         self._socks[rank], self._readers[rank] = ours, FrameReader(ours, MAX_BYTES)
         self._selector.register(ours, selectors.EVENT_READ, rank)
         config = {
@@ -145,12 +145,18 @@ class Crew:
                 events += [*self._read(rank), Event(rank, "exit", code=message["code"])]  # its last words first
         return events
 
+    def _tell(self, message: dict[str, Any], fd: int | None = None) -> None:
+        try:
+            self._channel.send(message, fd)
+        except OSError:
+            raise self._server.lost() from None
+
     def _receive(self) -> list[dict[str, int]]:
         try:
             return self._channel.receive()
         except EOFError:
             self._selector.unregister(self._channel)
-            raise LaunchError(f"the rank server has died; its last output:\n{self._server.output()}") from None
+            raise self._server.lost() from None
 
     def _read(self, rank: int) -> list[Event]:
         """What has arrived from one rank; nothing more is read after an end or garbage."""
@@ -175,13 +181,13 @@ class Crew:
 
     def ask_stacks(self, ranks: list[int], grace_s: float) -> list[Event]:
         """Have ranks write their Python stacks and end; return the events until they have, or `grace_s` is over."""
-        self._channel.send({"stacks": [rank for rank in ranks if rank not in self.codes]})
+        self._tell({"stacks": [rank for rank in ranks if rank not in self.codes]})
         return self._until_ended(ranks, grace_s)
 
     def kill(self) -> list[Event]:
         """End and reap every rank; return what still arrived.  Raises LaunchError if one outlives SIGKILL."""
         ranks = [rank for rank in range(self.world_size) if rank not in self.codes]
-        self._channel.send({"kill": ranks})
+        self._tell({"kill": ranks})
         events = self._until_ended(ranks, _KILL_S)
         left = [rank for rank in ranks if rank not in self.codes]
         if left:
@@ -199,15 +205,19 @@ class Crew:
         return self._files[rank, kind]
 
     def tail(self, rank: int) -> str:
-        """The end of what a rank printed; of what the server printed, where the rank died before it had a file."""
-        return tail(self._files[rank, "log"]) or self._server.output()
+        """The end of what a rank has printed since it started."""
+        return tail(self._files[rank, "log"])
+
+    def server_output(self) -> str:
+        """The end of what was printed by the server, and by ranks before they had started."""
+        return self._server.output()
 
     def close(self) -> None:
         """End the ranks, wait for them, and remove the folder if it was temporary.  Safe to call twice."""
         if self not in _crews:
             return
         try:
-            with contextlib.suppress(LaunchError, OSError):  # the server is gone, and its ranks with it
+            with contextlib.suppress(LaunchError):  # the server is gone, and its ranks with it
                 self.kill()
         finally:
             self.disown()

@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from . import ledger
-from .device import choose_backend
+from minigpt_dist.launch import ledger
+from minigpt_dist.launch.device import choose_backend
 
 __all__ = ["attach_elastic", "under_torchrun"]
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .errors import WireError
+from minigpt_dist.launch.errors import WireError
 
 __all__ = ["Frame", "FrameReader", "send_frame"]
 

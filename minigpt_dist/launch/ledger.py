@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from . import mirror
-from .mirror import Mirror
+from minigpt_dist.launch import mirror
+from minigpt_dist.launch.mirror import Mirror
 
 __all__ = ["attach", "clear", "entries", "install"]
 
@@ -185,13 +185,16 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 def _entry(op: str, given: dict[str, Any], payload: Any) -> dict[str, Any]:
     if op == "batch_isend_irecv" and payload:
         given, payload = {"group": payload[0].group}, [p2p.tensor for p2p in payload]
-    tensors = list(_tensors(payload))
+    dtype, numel, size = None, 0, 0
+    for tensor in _tensors(payload):
+        dtype, count = tensor.dtype, tensor.numel()
+        numel, size = numel + count, size + count * tensor.element_size()
     return {
         "op": op,
         "group": _ranks(op, given),
-        "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
-        "numel": sum(tensor.numel() for tensor in tensors),
-        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "numel": numel,
+        "bytes": size,
         "site": _site(),
         "peer": next((given[name] for name in _PEERS if given.get(name) is not None), None),
         "done": False,
@@ -200,10 +203,8 @@ def _entry(op: str, given: dict[str, Any], payload: Any) -> dict[str, Any]:
 
 def _tensors(payload: Any) -> Iterable[torch.Tensor]:
     if isinstance(payload, torch.Tensor):
-        yield payload
-    elif isinstance(payload, (list, tuple)):
-        for item in payload:
-            yield from _tensors(item)
+        return (payload,)
+    return (tensor for item in payload for tensor in _tensors(item)) if isinstance(payload, (list, tuple)) else ()
 
 
 def _ranks(op: str, given: dict[str, Any]) -> list[int]:
@@ -211,7 +212,8 @@ def _ranks(op: str, given: dict[str, Any]) -> list[int]:
     try:
         if op == "new_group" and given.get("ranks") is not None:
             return sorted(given["ranks"])
-        return dist.get_process_group_ranks(given.get("group"))
+        group = given.get("group")
+        return [] if group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group)
     except Exception:  # whatever is wrong with the group, it is for the call itself to say
         return []
 

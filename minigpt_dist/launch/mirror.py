@@ -18,7 +18,7 @@ __all__ = ["SLOTS", "Call", "Mirror", "create_mirror", "read_mirror"]
 
 SLOTS = 16
 _SLOT_BYTES = 384
-_TEXT_BYTES = _SLOT_BYTES - 1
+_TEXT_BYTES = _SLOT_BYTES - 2  # beside the state and the zero at the end
 _HEAD = struct.Struct("!Q")  # calls since the last clear
 _SIZE = _HEAD.size + (SLOTS + 1) * _SLOT_BYTES  # the last slot is the wait's: its call may have left the ring long ago
 
@@ -71,9 +71,12 @@ class Mirror:
         self._map[_start(SLOTS)] = DONE[0]
 
     def _put(self, slot: int, state: bytes, op: str, site: str, detail: str) -> None:
-        room = max(0, _TEXT_BYTES - len(op) - len(detail) - 2)
-        text = f"{op}\t{site[len(site) - min(room, len(site)) :]}\t{detail}".encode(errors="replace")[:_TEXT_BYTES]
-        self._map[_start(slot) : _start(slot + 1)] = state + text.ljust(_TEXT_BYTES, b"\0")
+        text = f"{op}\t{site}\t{detail}".encode(errors="replace")
+        if len(text) > _TEXT_BYTES:  # a long path keeps its end, where the line is
+            room = max(1, _TEXT_BYTES - len(op) - len(detail) - 2)
+            text = f"{op}\t{site[-room:]}\t{detail}".encode("ascii", errors="replace")[:_TEXT_BYTES]
+        start = _HEAD.size + slot * _SLOT_BYTES
+        self._map[start : start + len(text) + 2] = state + text + b"\0"
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -107,5 +110,6 @@ def _start(slot: int) -> int:
 def _call(data: bytes, slot: int) -> Call | None:
     start = _start(slot)
     state = _STATES.get(data[start : start + 1])
-    fields = data[start + 1 : start + _SLOT_BYTES].rstrip(b"\0").decode(errors="replace").split("\t")
+    text, _, _ = data[start + 1 : start + _SLOT_BYTES].partition(b"\0")
+    fields = text.decode(errors="replace").split("\t")
     return Call(fields[0], fields[1], fields[2], state) if state is not None and len(fields) == 3 else None

@@ -7,6 +7,7 @@ Leaves starting and ending it to `server`, and the other end of its socket to `c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -26,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but missing from __all__
 
-from . import ledger
-from .frames import Frame, FrameReader, send_frame
-from .reference import Reference, resolve
-from .wire import encode
+from minigpt_dist.launch import ledger
+from minigpt_dist.launch.frames import Frame, FrameReader, send_frame
+from minigpt_dist.launch.reference import Reference, resolve
+from minigpt_dist.launch.wire import encode
 
 __all__ = ["main", "ready"]
 
@@ -121,8 +122,9 @@ def _work(sock: socket.socket, job: Frame, config: dict[str, Any]) -> None:
         kind, (header, blobs) = "result", encode(body(*pickle.loads(job.body)))
     except BaseException as error:  # also SystemExit: a rank that exits has not returned
         kind, (header, blobs) = "failure", encode(_failure(error))
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    with contextlib.suppress(Exception):  # the body may have closed or replaced them
+        sys.stdout.flush()
+        sys.stderr.flush()
     send_frame(sock, f"{kind} {order['job']}\n".encode() + header, blobs)
 
 

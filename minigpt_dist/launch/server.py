@@ -21,11 +21,12 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from .channel import Channel
+from minigpt_dist.launch.channel import Channel
 
 __all__ = ["PINNED_THREADS", "main"]
 
@@ -54,7 +55,7 @@ def main(control_fd: int, method: str, also_preload: list[str]) -> None:
     parent = os.getpid()
     seat = server.serve()
     if seat is not None:
-        from .rank import main as be_rank
+        from minigpt_dist.launch.rank import main as be_rank
 
         be_rank(seat, parent, server.lifeline)
     os._exit(0)  # an interpreter's long farewell would only keep the parent waiting
@@ -65,10 +66,15 @@ def _preload(names: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in [*_PRELOAD, *names]:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    from . import ledger, rank
+    cache = "TORCHINDUCTOR_CACHE_DIR"
+    with tempfile.TemporaryDirectory(prefix="minigpt-dist-") as scratch:
+        os.environ.setdefault(cache, scratch)  # torch._dynamo makes its cache's folder as it is imported
+        for name in [*_PRELOAD, *names]:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        if os.environ[cache] == scratch:
+            del os.environ[cache]
+    from minigpt_dist.launch import ledger, rank
 
     ledger.install()
     rank.ready()

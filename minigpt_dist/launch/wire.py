@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .errors import WireError
+from minigpt_dist.launch.errors import WireError
 
 __all__ = ["MAX_BYTES", "decode", "encode"]
 
@@ -29,7 +29,7 @@ _PLAIN = "plain data: None, bool, int, float, str, bytes, list, tuple, dict or t
 
 _DTYPE_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
@@ -128,7 +128,7 @@ class _Decoder:
         self.body, self.offset = body, 0
 
     def node(self, tree: object, depth: int) -> Any:
-        if depth > 2 * _MAX_DEPTH + 2:  # a container is up to two levels of JSON
+        if depth > _MAX_DEPTH:
             raise WireError(f"the header is nested deeper than {_MAX_DEPTH} levels")
         if isinstance(tree, float) and not math.isfinite(tree):
             raise WireError("the header holds a number outside the range of a float")
@@ -139,7 +139,7 @@ class _Decoder:
         if not isinstance(tree, dict) or len(tree) != 1:
             raise WireError("the header holds an object that is no one-key tag")
         [(tag, content)] = tree.items()
-        return self._tagged(tag, content, depth + 1)
+        return self._tagged(tag, content, depth)
 
     def _tagged(self, tag: str, content: Any, depth: int) -> Any:
         if tag == "tuple" and isinstance(content, list):

@@ -17,17 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from .autopsy import Failure, deadline_error, first_failure
-from .client import Method
-from .crew import START_S, Crew, Event
-from .errors import LaunchError, WireError
-from .frames import Frame
-from .reference import refer
-from .wire import decode
+from minigpt_dist.launch.autopsy import Failure, deadline_error, first_failure
+from minigpt_dist.launch.client import Method
+from minigpt_dist.launch.crew import START_S, Crew, Event
+from minigpt_dist.launch.errors import LaunchError, WireError
+from minigpt_dist.launch.frames import Frame
+from minigpt_dist.launch.reference import refer
+from minigpt_dist.launch.wire import decode
 
 __all__ = ["World", "run_world"]
 
 T = TypeVar("T")
+_CAUSE_S = 5.0  # from a lost connection to the news of the end that caused it, on a machine with more to do
 
 
 def run_world(
@@ -154,7 +155,8 @@ class _Job:
                 raise self._failed()
             if time.monotonic() >= self._limit and len(self._results) < self._crew.world_size:
                 if self._starting:
-                    raise LaunchError(f"ranks {sorted(self._starting)} have not started within {START_S:g} s")
+                    late, output = sorted(self._starting), self._crew.server_output()
+                    raise LaunchError(f"ranks {late} have not started within {START_S:g} s; last output:\n{output}")
                 raise deadline_error(self._crew, self._deadline_s, sorted(self._results))
         return [self._results[rank] for rank in range(self._crew.world_size)]
 
@@ -184,12 +186,18 @@ class _Job:
             raise LaunchError(f"rank {rank} sent what is no answer to job {self._number}: {error}") from None
 
     def _failed(self) -> LaunchError:
-        """End the ranks and name the first failure.  Who ends by our kill did not fail; any other end is its own."""
+        """End the ranks and name the first failure.
+
+        A rank that dies is heard of by its peers, and their reports may arrive before the news of its end: so where all
+        that is known is lost connections, their cause is waited for.  Ends after our kill are only ends.
+        """
+        limit = time.monotonic() + _CAUSE_S
+        while not self._dead and all(failure.is_loss for failure in self._failures) and time.monotonic() < limit:
+            self._take(self._crew.events(limit - time.monotonic()))
         for event in self._crew.kill():
-            line = event.frame.header.partition(b"\n")[0] if event.frame is not None else b""
-            if line.startswith(b"failure"):
-                self._take([event])
-        return first_failure(self._crew, self._dead, self._failures)
+            if event.frame is not None and event.frame.header.startswith(b"failure"):
+                self._take_frame(event.rank, event.frame)
+        return first_failure(self._crew, self._dead, self._failures, self._starting)
 
 
 def _failure(rank: int, report: Any) -> Failure:

@@ -82,17 +82,25 @@ def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
     evidence = _evidence(subject, world_size)
     P = sum(len(raw) for raw in evidence.finals[0].values()) // 4
     share = zero1_bytes(P, world_size)
-    for record in evidence.whole.records:
-        held = record.bytes["optimizer"]
-        exact = subject.ours and record.step
-        if held > (share if subject.ours else share + share * 3 // 100 + 4096) or (exact and held != share):
-            hint = "this is the whole state: it is not sharded" if world_size > 1 and held >= 12 * P * 0.9 else ""
-            return [Violation("optimizer memory", f"{held} bytes", f"{share} bytes (12P/N with P = {P}, N = {world_size})", "memory",
-                              step=record.step, rank=record.rank, hint=hint)]
+    found = holds_share(evidence.whole, share, f"12P/N with P = {P}, N = {world_size}", exact=subject.ours)
+    if found:
+        return found
     total = sum(r.bytes["optimizer"] for r in evidence.whole.at(evidence.whole.steps[-1]))
     least = 8 * P
     if total < least:
         return [Violation("optimizer memory over all ranks", f"{total} bytes", f"at least {least} (two float32 moments)", "memory")]
+    return []
+
+
+def holds_share(trace: Trace, share: int, rule: str, *, exact: bool) -> list[Violation]:
+    """The first step and rank whose optimizer memory is not `share` bytes, exactly or by 3 % and a page at most. `rule` says why so many."""
+    for record in trace.records:
+        held = record.bytes["optimizer"]
+        if held > (share if exact else share + share * 3 // 100 + 4096) or (exact and record.step and held != share):
+            whole = trace.world_size > 1 and held >= share * trace.world_size * 0.9
+            hint = "this is the whole state: it is not sharded" if whole else ""
+            return [Violation("optimizer memory", f"{held} bytes", f"{share} bytes ({rule})", "memory",
+                              step=record.step, rank=record.rank, hint=hint)]
     return []
 
 

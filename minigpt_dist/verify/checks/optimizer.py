@@ -39,7 +39,7 @@ def observed_values(s: Scenario, raw: dict[str, Any]) -> Values:
 
 def trajectories(subject: Subject, world_size: int, s: Scenario) -> tuple[list[dict[str, Any]], list[Values]]:
     """Raw results and parameters of every rank under one scenario, run once for all checks."""
-    raw = subject.evidence(("linear", s.name, world_size), lambda: subject.ask(probe_body, world_size, s.to_dict()))
+    raw = subject.evidence(("linear", s, world_size), lambda: subject.ask(probe_body, world_size, s.to_dict()))
     if "not_judged" in raw[0]:
         raise NotJudged(raw[0]["not_judged"])
     return raw, [observed_values(s, r) for r in raw]
@@ -56,9 +56,8 @@ def first_difference(seen: list[Values], right: Values, bound: float) -> tuple[i
     return None
 
 
-def optimizer_matches(subject: Subject, world_size: int, name: str) -> list[Violation]:
+def optimizer_matches(subject: Subject, world_size: int, s: Scenario) -> list[Violation]:
     """Every rank's parameters equal AdamW's on the mean gradient, at every step; ours bit for bit."""
-    s = BY_NAME[name]
     raw, seen = trajectories(subject, world_size, s)
     readings = (TORCH,) if subject.ours else READINGS
     bound = PARAM_ABS_FLOAT64 if subject.ours and s.dtype == "float64" else PARAM_ABS
@@ -76,7 +75,7 @@ def optimizer_matches(subject: Subject, world_size: int, name: str) -> list[Viol
     stage, hint = explain(s, world_size, seen, step)
     return [
         Violation(
-            f"parameter p{i} of scenario '{name}' ({s.why})",
+            f"parameter p{i} of scenario '{s.name}' ({s.why})",
             f"{float(seen[rank][step][i].flatten()[element]):.9g}",
             f"{float(right[step][i].flatten()[element]):.9g} (AdamW on the mean gradient, within {bound:g})",
             stage,
@@ -150,7 +149,7 @@ def _allowed(share: int) -> int:
 
 def _scenario_check(s: Scenario) -> Check:
     def find(subject: Subject, world_size: int) -> list[Violation]:
-        return optimizer_matches(subject, world_size, s.name)
+        return optimizer_matches(subject, world_size, s)
 
     return Check(f"optimizer.{s.name}", s.why, find, ("optimizer",), "optimizer", world_sizes=(1, 2, 3, 4))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minigpt_dist.launch import LaunchError
-from minigpt_dist.trace import Record
+from minigpt_dist.trace import Record, Trace
 from minigpt_dist.verify.checks.composition import default_config
 from minigpt_dist.verify.checks.registry import Check, broken_run, register
 from minigpt_dist.verify.composition import composed
@@ -18,14 +18,19 @@ def resumes_byte_equal(subject: Subject, world_size: int) -> list[Violation]:
         return [broken_run(evidence.resume_error, "load")]
     if evidence.resume_error is not None or evidence.resumed is None:
         return [Violation("the resume", str(evidence.resume_error), "free of errors", "load")]
-    whole = {(r.step, r.rank): r for r in evidence.whole.records}
-    start = evidence.config.checkpoint_step
-    wanted = [(s, r) for s in range(start, evidence.config.steps + 1) for r in range(world_size)]
-    resumed = {(r.step, r.rank): r for r in evidence.resumed.records}
+    return continues(evidence.resumed, evidence.whole, evidence.config.checkpoint_step)
+
+
+def continues(resumed: Trace, unbroken: Trace, start: int) -> list[Violation]:
+    """The first place, from the step `start` that was loaded on, where a resumed run differs from the unbroken one in a byte."""
+    whole = {(r.step, r.rank): r for r in unbroken.records}
+    last = unbroken.steps[-1]
+    wanted = [(s, r) for s in range(start, last + 1) for r in range(unbroken.world_size)]
+    again = {(r.step, r.rank): r for r in resumed.records}
     for key in wanted:
-        if key not in resumed:
-            return [Violation("the resumed run", "without this step", f"trained from {start} to {evidence.config.steps}", "load", step=key[0], rank=key[1])]
-        found = _first_difference(resumed[key], whole[key], start)
+        if key not in again:
+            return [Violation("the resumed run", "without this step", f"trained from {start} to {last}", "load", step=key[0], rank=key[1])]
+        found = _first_difference(again[key], whole[key], start)
         if found:
             return [found]
     return []

@@ -1,0 +1,127 @@
+"""What a person reads: tables of a run, its claims, the closing line.
+
+Owns the layout, in colour on a terminal and plain elsewhere. Leaves what is true to `claims`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import minigpt_dist
+from minigpt_dist.checkpoint import Manifest
+from minigpt_dist.checkpoint.manifest import SCHEMA
+from minigpt_dist.cli.claims import Claim
+from minigpt_dist.cli.job import Job
+from minigpt_dist.config import TrainConfig
+
+if TYPE_CHECKING:
+    from minigpt_dist.cli.training import Outcome
+
+PLAIN_WIDTH = 200  # of a file or a pipe: no line is wrapped
+FULL_SHA_WIDTH = 140
+
+
+def console() -> Console:
+    """Where the report goes: stdout as it is now."""
+    found = Console(highlight=False, soft_wrap=False)
+    return found if found.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def table(console: Console, *columns: str, left: int = 0) -> Table:
+    """An empty table whose first `left` columns are text and the rest numbers."""
+    made = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    return made
+
+
+def _title(console: Console, text: str) -> None:
+    console.print()
+    console.print(text, style="bold", markup=False)
+
+
+def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest | None) -> None:
+    """Header, loss table, memory profile, manifest."""
+    config = outcome.config
+    console.print(
+        f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {job.world_size} ranks ({job.backend}, {job.device}), "
+        f"{config.steps} steps, P = {config.model.numel():,} parameters of {config.dtype}",
+        markup=False,
+    )
+    _title(console, "Loss (nats a token, mean over ranks)")
+    console.print(_losses(console, outcome))
+    last = outcome.trace.steps[-1]
+    _title(console, f"Memory held after step {last} (bytes)")
+    console.print(_memory(console, outcome))
+    if manifest is not None:
+        version = f"{SCHEMA['name']} {SCHEMA['version']}"
+        _title(console, f"Checkpoint manifest (step {manifest.step}, world size {manifest.world_size}, schema {version})")
+        console.print(_shards(console, manifest))
+
+
+def _losses(console: Console, outcome: Outcome) -> Table:
+    made = table(console, "step", "mean loss", "grad norm", "ms")
+    norms = outcome.trace.grad_norms()
+    for step, loss in outcome.trace.mean_losses().items():
+        slowest = max((sum(record.seconds.values()) for record in outcome.trace.at(step)), default=0.0)
+        made.add_row(str(step), f"{loss:.6f}", f"{norms[step]:.6f}" if step in norms else "", f"{1e3 * slowest:.1f}")
+    return made
+
+
+def _memory(console: Console, outcome: Outcome) -> Table:
+    kinds = ("params", "grads", "optimizer")
+    held = [record.bytes for record in outcome.trace.at(outcome.trace.steps[-1])]
+    made = table(console, "rank", *kinds, left=1)
+    for rank, counts in enumerate(held):
+        made.add_row(str(rank), *(f"{counts[kind]:,}" for kind in kinds))
+    made.add_row("max", *(f"{max(counts[kind] for counts in held):,}" for kind in kinds))
+    made.add_row("mean", *(f"{sum(counts[kind] for counts in held) / len(held):,.0f}" for kind in kinds))
+    return made
+
+
+def _shards(console: Console, manifest: Manifest) -> Table:
+    made = table(console, "file", "bytes", "offset", "length", "sha256", left=1)
+    made.columns[-1].justify = "left"
+    full = console.width >= FULL_SHA_WIDTH
+    for shard in manifest.shards:
+        slices = shard.slices.values()
+        offset, length = (", ".join(str(getattr(s, name)) for s in slices) for name in ("offset", "numel"))
+        made.add_row(shard.file, f"{shard.bytes:,}", offset, length, shard.sha256 if full else shard.sha256[:16] + "…")
+    return made
+
+
+def print_claims(console: Console, claims: list[Claim], config: TrainConfig, command: str) -> None:
+    """A line a claim; below it the violation, if there is one, with the line that replays it."""
+    _title(console, "Verified")
+    for claim in claims:
+        mark, style = ("FAIL", "bold red") if claim.violations else ("ok", "green")
+        if claim.not_judged:
+            mark, style = "reported, not judged", "yellow"
+        console.print(f"({claim.letter}) ", end="", markup=False)
+        console.print(mark, style=style, end=": ")
+        if claim.violations:
+            shown = claim.violations[0].render(claim.check, minigpt_dist.__name__, config.world_size)
+            console.print(shown.rpartition("\nreplay:")[0] + f"\nreplay: minigpt-dist {command}", markup=False, soft_wrap=True)
+        else:
+            console.print(claim.says + (f" ({claim.not_judged})" if claim.not_judged else ""), markup=False, soft_wrap=True)
+
+
+def print_end(console: Console, claims: list[Claim], config: TrainConfig, out: Path | None, seconds: float) -> None:
+    """Where files are, and the closing line."""
+    if out is not None:
+        console.print(f"\nkept in {out}: trace.jsonl, checkpoints, live metrics of each rank", markup=False, soft_wrap=True)
+    broken = [f"({claim.letter})" for claim in claims if claim.violations]
+    open_ones = [f"({claim.letter})" for claim in claims if claim.not_judged]
+    if broken:
+        line, style = f"composition broken: {', '.join(broken)}", "bold red"
+    else:
+        but = f", {' and '.join(open_ones)} not judged" if open_ones else ""
+        line, style = f"composition verified: {config.world_size} ranks, {config.steps} steps{but}", "bold green"
+    console.print()
+    console.print(f"{line}; {seconds:.1f} s", style=style, markup=False)

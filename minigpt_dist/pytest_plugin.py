@@ -1,0 +1,150 @@
+"""The suite as a pytest plugin: options, fixtures and profiles, so that it runs over any implementation from any folder.
+
+Owns how pytest is told what to judge. Options live here and not in a conftest.py, because options that only a conftest declares
+make pytest take a submission's path for tests to collect, and import what lies beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+SUITE = Path(__file__).parent / "suite"
+PROFILES = {"dev": 5, "ci": 25, "nightly": 1000}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("minigpt_dist", "judge an implementation of distributed training")
+    group.addoption(
+        "--impl",
+        action="append",
+        metavar="SPEC",
+        help="implementation to judge: a module, a path to a file or folder, fault:NAME or peer:NAME; repeatable (default: minigpt_dist)",
+    )
+    group.addoption("--slots", default="", metavar="A,B", help="judge only these pieces of it and take the rest from minigpt_dist")
+    group.addoption("--world-sizes", default="", metavar="N,M", help="world sizes to judge at (default: each check's own)")
+    group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds after which a run of ranks counts as stuck")
+    group.addoption("--profile", choices=sorted(PROFILES), default=None, help="how many examples hypothesis draws (default: dev, or ci where CI is set)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """`pytest --impl X` without paths means the suite, wherever it is called."""
+    known = early_config.known_args_namespace
+    if known.impl and not known.file_or_dir:
+        args.append(str(SUITE))
+        if early_config.pluginmanager.has_plugin("xdist"):
+            args.append("--dist=loadscope")  # a file's tests share their runs: keep them in one worker
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "checks(*names): the checks of the registry that a test of the suite puts")
+    for name, examples in PROFILES.items():
+        hypothesis.settings.register_profile(
+            f"minigpt_dist-{name}",
+            max_examples=examples,
+            deadline=None,  # wall-clock limits flake under load; a stuck world has its own deadline
+            derandomize=name == "ci",
+            database=None if name == "ci" else hypothesis.settings.default.database,
+            print_blob=True,
+            suppress_health_check=[hypothesis.HealthCheck.too_slow],  # an example starts processes: slow is not unhealthy
+        )
+    chosen = config.getoption("--profile") or ("ci" if os.environ.get("CI") else "dev")
+    hypothesis.settings.load_profile(f"minigpt_dist-{chosen}")
+    _world_sizes(config)
+
+
+def _world_sizes(config: pytest.Config) -> tuple[int, ...]:
+    """The sizes asked for, none for each check's own. UsageError for anything but whole numbers from 1."""
+    text = str(config.getoption("--world-sizes"))
+    try:
+        sizes = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        sizes = (0,)
+    if any(n < 1 for n in sizes):
+        raise pytest.UsageError(f"--world-sizes is {text!r}, but should be whole numbers from 1, separated by commas")
+    return sizes
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Workers for `-n auto`. A worker's test keeps up to 8 ranks busy, but mostly one waits for another: one a core measures fastest."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, cores)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    import torch
+
+    impls = config.getoption("--impl") or ["minigpt_dist"]
+    slots = config.getoption("--slots")
+    of = f", slots {slots} (the rest from minigpt_dist)" if slots else ""
+    return [f"minigpt_dist: judging {', '.join(impls)}{of}; torch {torch.__version__}, gloo, one thread a rank"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `subject` runs for each --impl; one that takes `check_at` for each (check, world size) of its marker."""
+    if "subject" in metafunc.fixturenames:
+        specs = metafunc.config.getoption("--impl") or ["minigpt_dist"]
+        metafunc.parametrize("subject", specs, indirect=True, scope="session", ids=[Path(s).stem if "/" in s else s for s in specs])
+    if "check_at" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("checks")
+        assert marker is not None, "a test that takes check_at names its checks: @pytest.mark.checks('...')"
+        from minigpt_dist.verify.checks import CHECKS
+
+        asked = _world_sizes(metafunc.config)
+        chosen = [c for prefix in marker.args for c in CHECKS.values() if c.name == prefix or c.name.startswith(prefix + ".")]
+        cases = [(c.name, N) for c in chosen for N in (asked or c.world_sizes)]
+        metafunc.parametrize("check_at", cases, ids=[f"{name}-N{N}" for name, N in cases])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--impl") and items and not any("subject" in getattr(i, "fixturenames", ()) for i in items):
+        raise pytest.UsageError(f"--impl was given, but none of the tests chosen judges an implementation: name none, or {SUITE}")
+
+
+_SUBJECTS: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+
+@pytest.fixture(scope="session")
+def subject(request: pytest.FixtureRequest) -> Any:
+    """The implementation under judgement, with its evidence so far, shared by all tests of this process."""
+    from minigpt_dist.verify.subject import Subject
+
+    slots = tuple(s for s in str(request.config.getoption("--slots")).split(",") if s)
+    key = (str(request.param), slots)
+    if key not in _SUBJECTS:
+        _SUBJECTS[key] = Subject(key[0], slots, deadline_s=request.config.getoption("--deadline"))
+    return _SUBJECTS[key]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_ranks() -> Iterator[None]:
+    """Ranks kept alive for short questions end with the session."""
+    yield
+    while _SUBJECTS:
+        _SUBJECTS.popitem()[1].close()
+
+
+@pytest.fixture
+def check(subject: Any, check_at: tuple[str, int]) -> Any:
+    """Puts the check and fails with its message; skips, with the reason, what cannot be asked of this implementation."""
+    from minigpt_dist.verify.checks import CHECKS, put
+
+    def holds() -> bool:
+        name, world_size = check_at
+        verdict = put(CHECKS[name], subject, world_size)
+        if verdict.not_judged:
+            pytest.skip(f"not judged: {verdict.not_judged}")
+        if verdict.violations:
+            pytest.fail(verdict.render(subject.spec), pytrace=False)
+        return True
+
+    return holds
