@@ -1,6 +1,7 @@
 """minigpt_dist: a tiny GPT trained by the real pieces of a distributed stack, under a suite whose tests are invariants.
 
-The names below are the contract that the suite judges; another implementation offers the same (README, "Plug in your own").
+The names below are the contract that the suite judges; another implementation offers the same (README, "Plug in your
+own").
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a piece when it is first asked for: torch takes a second, and a command that only starts ranks can use it better."""
+    """Import a piece when it is first asked for: torch takes a second, which a command can use to start ranks."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""`minigpt-dist`, and `python -m minigpt_dist`: find the command, run it, turn what it raises into one line and an exit code.
+"""`minigpt-dist`, also as `python -m minigpt_dist`: find the command, run it, turn what it raises into a code.
 
 Owns the top of the process: exit codes, signals, a closed pipe. Leaves everything else to `cli/`.
 """
@@ -9,13 +9,16 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
 
 import minigpt_dist
 from minigpt_dist.cli.commands import DEFAULT, PROGRAM, load, overview, parser_of
-from minigpt_dist.cli.usage import EXIT_BROKEN, EXIT_OK, EXIT_USAGE, UsageError
+from minigpt_dist.cli.usage import EXIT_BROKEN, EXIT_OK, EXIT_USAGE, BrokenJobError, UsageError
 from minigpt_dist.launch.errors import LaunchError
+
+_BEGAN = time.perf_counter()
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -31,17 +34,19 @@ def run(arguments: Sequence[str]) -> int:
         words.insert(0, DEFAULT)
     command = load(words[0])
     args = parser_of(command).parse_args(words[1:])
-    args.command_line = words
+    args.command_line, args.began = words, _BEGAN
     return command.run(args)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The console script. Never raises but for --help, which leaves as argparse does."""
+    """The console script; its exit code. Only `COMMAND --help` leaves by SystemExit, as argparse does."""
+    if arguments is None:  # this process is ours alone
+        signal.signal(signal.SIGTERM, _leave)
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
     except UsageError as error:
         return _say(str(error), EXIT_USAGE)
-    except LaunchError as error:
+    except (LaunchError, BrokenJobError) as error:
         return _say(str(error), EXIT_BROKEN)
     except KeyboardInterrupt:
         return _say("interrupted", 128 + signal.SIGINT)
@@ -63,5 +68,4 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())

@@ -46,7 +46,8 @@ def canonical(node: Any) -> Any:
 
 def on_ranks(world_size: int, body: Callable[[int, Callable[[bytes], list[bytes]]], Any]) -> list[Any]:
     """Runs `body(rank, exchange)` on threads; what each returned or raised."""
-    barrier, box, out = threading.Barrier(world_size, timeout=20), [b""] * world_size, [None] * world_size
+    barrier, box = threading.Barrier(world_size, timeout=20), [b""] * world_size
+    out: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
         def exchange(mine: bytes) -> list[bytes]:

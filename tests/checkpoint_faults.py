@@ -35,7 +35,7 @@ class Dead(BaseException):
 class Disk:
     """Counts the calls that reach the disk and does `act(name)` in place of the k-th; fsync only takes note.
 
-    What was written or named since the last fsync of its file or folder is remembered, so that `lose_power` can undo it.
+    What was written or named since the last fsync of its file or folder is remembered: `lose_power` can undo it.
     """
 
     def __init__(self, at: int | None = None, act: Callable[[str], None] = lambda name: None) -> None:
@@ -129,7 +129,8 @@ def found(root: Path) -> str:
         values = {float(state["model"]["w"][0]) for state in load_sharded(root, 2)}
     except CheckpointError as error:
         return "none" if not (root / "latest").exists() else f"damaged: {error}"
-    return {(OLD,): "old", (NEW,): "new", (NEXT,): "next"}.get(tuple(values), f"mixed: {values}")
+    names = {OLD: "old", NEW: "new", NEXT: "next"}
+    return names[values.pop()] if len(values) == 1 else f"mixed: {values}"
 
 
 def leftovers(root: Path) -> list[str]:

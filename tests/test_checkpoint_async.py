@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import canonical, world_states
+from checkpoint_cases import canonical, on_ranks, world_states
 
 from minigpt_dist.checkpoint import AsyncSaver, CheckpointError, load_sharded, save_shard, save_sharded
 
 
 def test_training_may_change_tensors_at_once(tmp_path: Path) -> None:
-    go, state = threading.Event(), {"w": torch.ones(3), "log": [1]}
+    go, tensor, log = threading.Event(), torch.ones(3), [1]
 
     def write(copy: Any, step: int) -> Any:
         assert go.wait(10)
         return save_sharded([copy], tmp_path, step)
 
     with AsyncSaver(write) as saver:
-        saver.save(state, 1)
-        state["w"].zero_()
-        state["log"].append(2)
+        saver.save({"w": tensor, "log": log}, 1)
+        tensor.zero_()
+        log.append(2)
         go.set()
     assert canonical(load_sharded(tmp_path, 1)) == canonical([{"w": torch.ones(3), "log": [1]}])
 
@@ -81,8 +81,6 @@ def test_a_closed_saver_takes_nothing() -> None:
 
 
 def test_ranks_save_together_in_their_threads(tmp_path: Path) -> None:
-    from checkpoint_cases import on_ranks
-
     def body(rank: int, exchange: Any) -> None:
         together = {"rank": rank, "world_size": 3, "exchange": exchange}
         with AsyncSaver(lambda state, step: save_shard(state, tmp_path, step, **together)) as saver:

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_a_file_size_limit_is_an_error_and_costs_nothing(tmp_path: Path) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        with pytest.raises(CheckpointError, match="rank-00000-of-00002.safetensors: expected to write .* File too large"):
+        with pytest.raises(CheckpointError, match=r"rank-00000.*: expected to write .* File too large"):
             save_sharded([{"model": {"w": torch.zeros(1 << 20)}}] * 2, tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -99,8 +100,6 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_two_savers_of_one_step_at_once_do_not_lose_it(tmp_path: Path) -> None:
-    import threading
-
     threads = [threading.Thread(target=save_sharded, args=(states(v), tmp_path, 1)) for v in (1.0, 2.0) for _ in "ab"]
     for thread in threads:
         thread.start()

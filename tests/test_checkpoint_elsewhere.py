@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_but_not_for_ever_and_the_failure_is_told(root: Path, tmp_path: Path, mo
 def test_a_damaged_source_is_not_copied(root: Path, tmp_path: Path) -> None:
     shard = next(root.glob("step-*/rank-00001*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match="rank-00001-of-00003.safetensors: expected sha256"):
+    with pytest.raises(CheckpointError, match=r"rank-00001-of-00003.safetensors: expected sha256"):
         second_tier.copy_checkpoint(root, tmp_path / "tier")
     assert os.listdir(tmp_path / "tier") == []
 
@@ -131,14 +130,15 @@ def test_retries_and_pause_must_make_sense(wrong: Any, tmp_path: Path) -> None:
 def test_the_model_alone_goes_to_a_plain_file_and_back(root: Path, tmp_path: Path) -> None:
     export_safetensors(root, tmp_path / "model.safetensors")
     export_safetensors(root, tmp_path / "model.safetensors")
-    assert canonical(import_safetensors(tmp_path / "model.safetensors")) == canonical(rank_state(0, 3)["model"])
+    back, model = import_safetensors(tmp_path / "model.safetensors"), rank_state(0, 3)["model"]
+    assert canonical({name: back[name] for name in model}) == canonical(model)
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "root"]
 
 
 @pytest.mark.parametrize("state", [{}, {"model": [torch.ones(1)]}, {"model": {"a": 1}}, {"model": {"a": {}}}])
 def test_a_state_without_a_plain_model_is_not_exported(state: Any, tmp_path: Path) -> None:
     save_sharded([state], tmp_path / "root", 1)
-    with pytest.raises(CheckpointError, match="expected a .* at .*model"):
+    with pytest.raises(CheckpointError, match=r"expected a .* at .*model"):
         export_safetensors(tmp_path / "root", tmp_path / "model.safetensors")
     assert os.listdir(tmp_path) == ["root"]
 
@@ -158,22 +158,22 @@ def test_a_checkpoint_goes_to_torchs_own_format_and_back_with_its_bits(root: Pat
     assert sorted(os.listdir(tmp_path)) == ["dcp", "root"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_itself_reads_what_was_exported_by_dotted_names(root: Path, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     export_dcp(root, tmp_path / "dcp")
     wanted = {"model.w": torch.zeros(2, 3), "optimizer.shards.0.master": torch.zeros(10)}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert torch.equal(wanted["optimizer.shards.0.master"], torch.arange(10) + 0.5)
     assert torch.equal(wanted["model.w"], rank_state(0, 1)["model"]["w"])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_model_that_torch_saved_is_imported(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.save({"model": {"a": torch.ones(2)}, "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save({"model": {"a": torch.ones(2)}, "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert canonical(import_dcp(tmp_path / "dcp")) == canonical({"model": {"a": torch.ones(2)}})
 
 
@@ -188,7 +188,7 @@ class Payload:
 def test_an_index_that_would_run_code_is_refused_and_does_not_run(root: Path, tmp_path: Path) -> None:
     export_dcp(root, tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match="dcp: expected a well-formed DCP folder, found .*mkdir does not belong"):
+    with pytest.raises(CheckpointError, match=r"dcp: expected a well-formed DCP folder, found .*mkdir does not"):
         import_dcp(tmp_path / "dcp")
     assert not (tmp_path / "ran").exists()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,20 @@ def test_a_temporary_folder_in_use_is_not_swept_and_a_dead_one_is(tmp_path: Path
         save_steps(tmp_path, 1)
     assert held is Hold.OURS
     assert sorted(path.name for path in tmp_path.glob(".tmp-*")) == [".tmp-live"]
+
+
+def test_where_there_are_no_locks_a_folder_that_may_be_in_use_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    (tmp_path / ".tmp-unknown").mkdir()
+    save_steps(tmp_path, 1, 1, 2, 3)
+    keep_last(tmp_path, 2)
+    assert kept(tmp_path) == [2, 3]
+    assert [path.name for path in tmp_path.glob(".tmp-*")] == [".tmp-unknown"]
 
 
 def test_a_damaged_pointer_stops_the_clean_up(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def shard(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
     return lambda document: document["shards"][1].update({key: value})
 
 
-FORGED = {
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "wrong schema name": (lambda d: d["schema"].update(name="other"), "expected schema .* found .*other"),
     "newer schema version": (lambda d: d["schema"].update(version=2), "expected schema .* found .*2"),
     "another step than the folder": (lambda d: d.update(step=12), "expected step 10, as its folder is named, found"),
@@ -121,13 +121,22 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty manifest": (lambda f: os.truncate(f / MANIFEST_NAME, 0), "expected a JSON object"),
     "an altered manifest": (lambda f: edit(f / MANIFEST_NAME, '"step": 10', '"step": 12'), "expected checksum"),
     "a manifest in other words": (lambda f: edit(f / MANIFEST_NAME, "{", "{ "), "expected the canonical text"),
-    "a manifest of nan": (lambda f: edit(f / MANIFEST_NAME, '"meta": {}', '"meta": {"a": NaN}'), "well-formed manifest"),
-    "a nesting bomb": (lambda f: (f / MANIFEST_NAME).write_text("[" * 100_000), "expected a JSON object, found Recursion"),
+    "a manifest of nan": (
+        lambda f: edit(f / MANIFEST_NAME, '"meta": {}', '"meta": {"a": NaN}'),
+        "well-formed manifest",
+    ),
+    "a nesting bomb": (
+        lambda f: (f / MANIFEST_NAME).write_text("[" * 100_000),
+        "expected a JSON object, found Recursion",
+    ),
     "a nested meta bomb": (
         lambda f: edit(f / MANIFEST_NAME, '"meta": {}', '"meta": {"a":' + "[" * 5000 + "]" * 5000 + "}"),
         "found RecursionError|well-formed manifest",
     ),
-    "a manifest that is no object": (lambda f: (f / MANIFEST_NAME).write_text("[]"), "expected a JSON object, found list"),
+    "a manifest that is no object": (
+        lambda f: (f / MANIFEST_NAME).write_text("[]"),
+        "expected a JSON object, found list",
+    ),
     "a manifest that is not ASCII": (lambda f: (f / MANIFEST_NAME).write_text("é"), "expected at most .* of ASCII"),
 }
 
@@ -149,13 +158,19 @@ def test_loading_one_rank_notices_what_is_wrong_with_the_others(name: str, root:
         load_shard(root / STEP, 0, 2)
 
 
-LATEST = {
+LATEST: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: remove(f), "expected a file latest or manifest.json, found"),
     "empty": (lambda f: os.truncate(f, 0), "expected a folder step-NNNNNNNN"),
     "out of the root": (lambda f: edit(f, STEP, "../" + STEP), "expected a folder step-NNNNNNNN"),
     "to another checkpoint": (lambda f: edit(f, STEP, "step-00000011"), "expected checksum .*, as in `latest`, found"),
-    "to nothing": (lambda f: edit(f, STEP, "step-00000012"), "step-00000012: expected a checkpoint's folder, found File"),
-    "a link": (lambda f: replace(f, lambda p: p.symlink_to("step-00000011")), "latest: expected a readable file, found"),
+    "to nothing": (
+        lambda f: edit(f, STEP, "step-00000012"),
+        "step-00000012: expected a checkpoint's folder, found File",
+    ),
+    "a link": (
+        lambda f: replace(f, lambda p: p.symlink_to("step-00000011")),
+        "latest: expected a readable file, found",
+    ),
     "a folder": (lambda f: replace(f, os.mkdir), "latest: expected a regular file, found d"),
     "endless": (lambda f: f.write_text("x" * 10_000), "latest: expected at most 4096 bytes"),
 }
@@ -219,7 +234,9 @@ def write_all(root: Path, files: dict[str, bytes]) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(data=st.data())
-def test_no_byte_of_a_checkpoint_can_be_altered_or_cut_off_unnoticed(data: st.DataObject, one: Any, tmp_path: Path) -> None:
+def test_no_byte_of_a_checkpoint_can_be_altered_or_cut_off_unnoticed(
+    data: st.DataObject, one: Any, tmp_path: Path
+) -> None:
     name = data.draw(st.sampled_from([name for name in sorted(one) if "step-00000011" not in name]))
     at = data.draw(st.integers(0, len(one[name]) - 1))
     flip = data.draw(st.integers(0, 255))
@@ -254,7 +271,7 @@ LYING = {
     "a tensor beyond the end": header('{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'),
     "a tensor whose shape lies": header('{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,12]}}', body=b"0" * 12),
     "a shape that overflows": header(
-        '{"w":{"dtype":"F32","shape":[%d,%d],"data_offsets":[0,12]}}' % (1 << 63, 1 << 63), body=b"0" * 12
+        f'{{"w":{{"dtype":"F32","shape":[{1 << 63},{1 << 63}],"data_offsets":[0,12]}}}}', body=b"0" * 12
     ),
     "bytes that belong to nobody": header(PLAIN % json.dumps(json.dumps({"tree": {}, "nonfinite": {}})), body=b"00"),
     "metadata that is no JSON": header(PLAIN % '"{"'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,13 @@ def shard_of(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     return shard
 
 
-WRONG = {
+WRONG: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
     "a hole": (lambda s: shard_of(s, 1).update(offset=5), "expected a slice at offset 4, found one at 5"),
     "an overlap": (lambda s: shard_of(s, 1).update(offset=3), "expected a slice at offset 4, found one at 3"),
-    "a slice twice": (lambda s: shard_of(s, 2).update(offset=4, numel=2), "expected a slice at offset 8, found one at 4"),
+    "a slice twice": (
+        lambda s: shard_of(s, 2).update(offset=4, numel=2),
+        "expected a slice at offset 6, found one at 4",
+    ),
     "a missing end": (lambda s: shard_of(s, 2).update(numel=1), "expected slices of 10 elements, found 9"),
     "totals that differ": (lambda s: shard_of(s, 2).update(total=11), "those of rank 2 are not rank 0's"),
     "steps that differ": (lambda s: shard_of(s, 1).update(steps=[3, 4]), "those of rank 1 are not rank 0's"),
@@ -92,7 +96,10 @@ WRONG = {
         lambda s: shard_of(s, 1).update(master=shard_of(s, 1)["master"].double()),
         "/optimizer/shards/0/master: expected tensors of one dtype on all ranks",
     ),
-    "a moment that one rank lacks": (lambda s: shard_of(s, 1).pop("exp_avg"), "/exp_avg: expected tensors of one dtype"),
+    "a moment that one rank lacks": (
+        lambda s: shard_of(s, 1).pop("exp_avg"),
+        "/exp_avg: expected tensors of one dtype",
+    ),
     "a model that differs in one bit": (
         lambda s: s[1]["model"].update(w=s[1]["model"]["w"].nextafter(torch.tensor(9.0))),
         "expected the same /model/w on all ranks, but that of rank 1",
@@ -107,7 +114,9 @@ def test_ranks_that_do_not_fit_together_are_refused(name: str, tmp_path: Path) -
     states = world_states(3)
     change(states)
     save_sharded(states, tmp_path, 10)
-    with pytest.raises(CheckpointError, match=f"step-00000010: expected states that can be cut anew, found .*{message}"):
+    with pytest.raises(
+        CheckpointError, match=f"step-00000010: expected states that can be cut anew, found .*{message}"
+    ):
         load_resharded(tmp_path, 2)
 
 

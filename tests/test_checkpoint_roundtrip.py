@@ -15,6 +15,7 @@ import torch
 from checkpoint_cases import canonical, on_ranks, world_states
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from minigpt_dist.checkpoint import CheckpointError, load_shard, load_sharded, read_manifest, save_shard, save_sharded
 from minigpt_dist.checkpoint.shard_file import FORMAT_DTYPES, RAW_DTYPES, encode_shard, read_shard, write_shard
@@ -93,7 +94,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_anything_else_is_refused_by_its_path_before_anything_is_written(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^state/a/1"):
+    with pytest.raises(ValueError, match=r"^state/a/1"):
         save_sharded([{}, {"a": [0, REFUSED[name]]}], tmp_path / "new", 0)
     assert not (tmp_path / "new").exists()
 
@@ -112,7 +113,12 @@ def test_a_wrong_step_is_refused_before_anything_is_written(step: Any, tmp_path:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("meta", [{1: 2}, {"a": (1,)}, {"a": math.nan}, {"a": {1}}, [1]])
+DEEP: list[Any] = []
+for _ in range(64):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("meta", [{1: 2}, {"a": (1,)}, {"a": math.nan}, {"a": {1}}, [1], {"a": DEEP}])
 def test_meta_that_would_not_come_back_equal_is_refused(meta: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="meta must be"):
         save_sharded([{}], tmp_path / "new", 0, meta=meta)
@@ -133,10 +139,12 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_both_ways_of_writing_give_the_same_files_byte_for_byte(world_size: int, tmp_path: Path) -> None:
     states, meta = world_states(world_size), {"layout": {"dp": world_size}}
     save_sharded(states, tmp_path / "one", 10, meta=meta)
-    together = {"world_size": world_size, "meta": meta}
-    on_ranks(
-        world_size, lambda r, exchange: save_shard(states[r], tmp_path / "all", 10, rank=r, exchange=exchange, **together)
-    )
+
+    def body(rank: int, exchange: Any) -> None:
+        together = tmp_path / "all"
+        save_shard(states[rank], together, 10, rank=rank, world_size=world_size, exchange=exchange, meta=meta)
+
+    on_ranks(world_size, body)
     assert content(tmp_path / "one") == content(tmp_path / "all")
 
 
@@ -159,8 +167,6 @@ def test_one_rank_can_load_its_own_state_only(tmp_path: Path) -> None:
 
 
 def test_a_shard_is_plain_safetensors_that_the_library_reads(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
     save_sharded(world_states(1), tmp_path, 10)
     with safe_open(tmp_path / "step-00000010/rank-00000-of-00001.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("/optimizer/shards/0/master"), torch.arange(10) + 0.5)

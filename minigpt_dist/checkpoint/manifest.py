@@ -17,6 +17,7 @@ from typing import Any
 
 from minigpt_dist.checkpoint.errors import mismatch
 from minigpt_dist.checkpoint.flat_slice import FlatSlice
+from minigpt_dist.checkpoint.state import MAX_DEPTH
 
 __all__ = ["MANIFEST_NAME", "Manifest", "ShardRecord", "TensorRecord", "checked_meta", "shard_name", "shard_record"]
 
@@ -108,7 +109,8 @@ def checked_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
     """`meta` as it will be read back, {} for None.
 
     Raises:
-        ValueError: not a mapping of str keys to JSON values that come back equal (lists, not tuples; no nan).
+        ValueError: not a mapping of str keys to JSON values that come back equal (lists, not tuples; no nan), or nested
+            deeper than `MAX_DEPTH`.
     """
     try:
         back: dict[str, Any] = json.loads(json.dumps(meta or {}, allow_nan=False))
@@ -116,7 +118,14 @@ def checked_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"meta must be JSON, but: {error}") from error
     if type(back) is not dict or back != (meta or {}):
         raise ValueError(f"meta must be a mapping with str keys and JSON values (lists, not tuples), but is {meta!r}")
+    if _is_deeper(back, MAX_DEPTH):
+        raise ValueError(f"meta must be nested at most {MAX_DEPTH} deep")
     return back
+
+
+def _is_deeper(node: Any, levels: int) -> bool:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
 def _canonical(content: dict[str, Any]) -> str:

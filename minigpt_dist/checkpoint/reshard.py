@@ -22,6 +22,7 @@ from minigpt_dist.checkpoint.state import State, child_pointer, flatten
 __all__ = ["load_resharded", "merge_states", "split_state"]
 
 PER_RANK = "rng"  # a rank's own; it has no meaning at another world size
+COUNTS = "steps"  # updates of each parameter, known to the ranks that own a piece of it, and 0 elsewhere
 
 
 def load_resharded(src_dir: Path | str, world_size: int) -> list[State]:
@@ -113,7 +114,7 @@ def _at(state: State, place: str) -> dict[str, Any]:
 
 def _shared_part(part: Mapping[str, Any], place: str) -> dict[str, Any]:
     """What of a slice all ranks have alike."""
-    return {key: value for key, value in part.items() if key not in (*SLICED_NAMES, "offset", "numel")}
+    return {key: value for key, value in part.items() if key not in (*SLICED_NAMES, "offset", "numel", COUNTS)}
 
 
 def _join(parts: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
@@ -127,6 +128,8 @@ def _join(parts: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
     if position != total:
         raise ValueError(f"{place}: expected slices of {total} elements, found {position}")
     whole: dict[str, Any] = {"offset": 0, "numel": total}
+    if COUNTS in parts[0]:
+        whole[COUNTS] = [max(counts) for counts in zip(*(part[COUNTS] for part in parts), strict=True)]
     for name in (name for name in SLICED_NAMES if any(name in part for part in parts)):
         tensors = [part.get(name) for part in parts]
         if len({t.dtype if isinstance(t, Tensor) else None for t in tensors}) > 1 or tensors[0] is None:

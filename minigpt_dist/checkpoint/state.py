@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["FlatState", "State", "child_pointer", "flatten", "unflatten"]
+__all__ = ["MAX_DEPTH", "FlatState", "State", "child_pointer", "flatten", "unflatten"]
 
 State: TypeAlias = dict[str, Any]
 Json: TypeAlias = Any

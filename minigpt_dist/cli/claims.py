@@ -5,6 +5,7 @@ Owns which of them can be asked of which configuration, and their figures. Leave
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ from minigpt_dist.verify.violation import Violation
 if TYPE_CHECKING:
     from minigpt_dist.cli.training import Outcome
 
-# Where the loss of right code falls at every step: 20 steps of the default model and optimizer, over 40 seeds. Later it is small and
-# swings; a smaller learning rate drowns the fall in what tells one batch from the next, a larger one overshoots.
+# Where the loss of right code falls at every step: 20 steps of the default model and optimizer, over 40 seeds. Later it
+# is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
 FREE_FOR_FALL = ("world_size", "steps", "seed", "micro_batches", "checkpoint_step", "dtype", "reduction")
 
@@ -55,7 +56,7 @@ def _why_no_fall(outcome: Outcome) -> str:
 def _loss(outcome: Outcome) -> Claim:
     losses = outcome.trace.mean_losses()
     steps = sorted(losses)
-    falls = {b: losses[a] - losses[b] for a, b in zip(steps, steps[1:], strict=False)}
+    falls = {b: losses[a] - losses[b] for a, b in itertools.pairwise(steps)}
     ends = f"{losses[steps[0]]:.4f} at step {steps[0]} to {losses[steps[-1]]:.4f} at step {steps[-1]}"
     reason = _why_no_fall(outcome)
     if reason:
@@ -72,8 +73,8 @@ def _norms(outcome: Outcome) -> Claim:
     trace = outcome.trace
     last = trace.at(trace.steps[-1])[0]
     says = (
-        f"parameter norms, and bytes, equal on all {trace.world_size} ranks at every step {trace.steps[0]} to {last.step}: "
-        f"{len(last.params)} tensors; norm {last.param_norm:.9g} at step {last.step}"
+        f"parameter norms, and bytes, equal on all {trace.world_size} ranks at every step {trace.steps[0]} to "
+        f"{last.step}: {len(last.params)} tensors; norm {last.param_norm:.9g} at step {last.step}"
     )
     return Claim("b", "param_norms", says, tuple(replicas_agree(trace)))
 
@@ -90,8 +91,8 @@ def optimizer_share(config: TrainConfig) -> tuple[int, str]:
 
 def _bytes(outcome: Outcome) -> Claim:
     share, rule = optimizer_share(outcome.config)
-    violations = holds_share(outcome.trace, share, rule, exact=True)
-    return Claim("c", "optimizer_bytes", f"optimizer memory is {share:,} bytes on every rank = {rule}", tuple(violations))
+    says = f"optimizer memory is {share:,} bytes on every rank = {rule}"
+    return Claim("c", "optimizer_bytes", says, tuple(holds_share(outcome.trace, share, rule, exact=True)))
 
 
 def _resume(outcome: Outcome) -> Claim:
@@ -102,18 +103,22 @@ def _resume(outcome: Outcome) -> Claim:
     violations += continues(outcome.resumed, outcome.trace, start) if not violations else []
     loaded = sum(name.startswith("optimizer.") for snapshot in outcome.snapshots for name in snapshot)
     on = f"; trained on to step {last}, they end in the bytes of the unbroken run" if last > start else ""
-    says = f"reloaded from other seeds, all {outcome.trace.world_size} ranks hold at step {start} the snapshot's bytes ({loaded} entries of optimizer state){on}"
+    says = (
+        f"reloaded from other seeds, all {outcome.trace.world_size} ranks hold at step {start} the snapshot's bytes "
+        f"({loaded} entries of optimizer state){on}"
+    )
     return Claim("d", "resume_bytes", says, tuple(violations))
 
 
 def _unlike_snapshot(resumed: Trace, snapshots: list[dict[str, str]], start: int) -> list[Violation]:
-    """The first parameter or optimizer entry that was loaded with other bytes than the snapshot taken in memory at the save."""
+    """The first parameter or optimizer entry loaded with other bytes than the snapshot in memory at the save."""
     for record in resumed.at(start):
         held = {f"optimizer.{name}": value for name, value in record.optimizer.items()}
         held |= {f"model.{name}": value for name, value in record.params.items()}
         snapshot = snapshots[record.rank]
         for name, value in held.items():
             if value != snapshot.get(name):
-                seen, wanted = value[:16], f"{str(snapshot.get(name))[:16]}, as in the snapshot"
-                return [Violation("what was loaded (sha256)", seen, wanted, "load", step=start, rank=record.rank, tensor=name)]
+                wanted = f"{str(snapshot.get(name))[:16]}, as in the snapshot"
+                what, rank = "what was loaded (sha256)", record.rank
+                return [Violation(what, value[:16], wanted, "load", step=start, rank=rank, tensor=name)]
     return []

@@ -1,6 +1,7 @@
 """The commands by name, each a module that is imported only when it is called.
 
-Owns the list, and what a command must offer. A new command is a module with the four names of `Command`, and a line in `MODULES`.
+Owns the list, and what a command must offer. A new command is a module with the four names of `Command`, and a line in
+`MODULES`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,6 @@ def overview() -> str:
             *lines,
             "",
             f"{PROGRAM} COMMAND --help lists a command's options.",
-            "exit codes: 0 all holds, 1 an invariant is broken, 2 wrong usage, 3 the ranks could not be run to their end",
+            "exit codes: 0 all holds, 1 an invariant is broken, 2 wrong usage, 3 the ranks did not reach their end",
         ]
     )

@@ -1,11 +1,14 @@
 """Ranks for a command: ours, each run on fresh processes, or those of a launcher, of which this process is one.
 
-Owns the one interface, so that a command reads the same under `torchrun`: there every rank carries out the whole command, the
-bodies run in place, and results are exchanged, so that all come to the same verdict; only the leader prints and writes.
+Owns the one interface, so that a command reads the same under `torchrun`: there every rank carries out the whole
+command, bodies run in place, and results are exchanged, so that all come to the same verdict; only the leader prints
+and writes.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minigpt_dist.cli.usage import UsageError
+from minigpt_dist.cli.usage import BrokenJobError, UsageError
 from minigpt_dist.launch import RankError, attach_elastic, choose_backend, choose_device, run_world
 from minigpt_dist.launch.wire import decode, encode
 from minigpt_dist.parallel.collectives import exchange
@@ -25,14 +28,16 @@ class Job(Protocol):
     world_size: int
     device: str
     backend: str
-    leader: bool
+
+    @property
+    def leader(self) -> bool: ...
 
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `body(*args)`, with the leader's arguments, on every rank; what each returned. LaunchError if one fails."""
+        """Run `body`, with the leader's arguments, on every rank; what each returned. LaunchError if one fails."""
         ...
 
-    def agreed(self, make: Callable[[], str | None]) -> str | None:
-        """What `make()` gives on the leader, which alone calls it; the UsageError it raises is raised by all."""
+    def agreed(self, make: Callable[[], Any]) -> Any:
+        """The plain data that `make()` gives on the leader, which alone calls it; what it raises, all raise."""
         ...
 
 
@@ -49,7 +54,7 @@ class OwnRanks:
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         return run_world(body, self.world_size, *args, deadline_s=self.deadline_s, backend=self.backend)
 
-    def agreed(self, make: Callable[[], str | None]) -> str | None:
+    def agreed(self, make: Callable[[], Any]) -> Any:
         return make()
 
 
@@ -67,28 +72,36 @@ class LaunchedRanks:
         return self.rank == 0
 
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        try:
-            return share(body(*share(args)[0]))
-        except Exception as error:  # whatever a body or a broken connection raises ends the job in a named error
-            raise RankError(self.rank, type(error).__name__, str(error), traceback.format_exc()) from None
+        shared = share(args)[0]
+        outcomes = share(_outcome(lambda: body(*shared)))
+        for rank, (failure, _) in enumerate(outcomes):
+            if failure is not None:
+                raise RankError(rank, *failure)
+        return [value for _, value in outcomes]
 
-    def agreed(self, make: Callable[[], str | None]) -> str | None:
-        outcome: tuple[str | None, str | None] = (None, None)
-        if self.leader:
-            try:
-                outcome = (make(), None)
-            except UsageError as error:
-                outcome = (None, str(error))
-        value, wrong = share(outcome)[0]
-        if wrong is not None:
-            raise UsageError(wrong)
-        return value  # type: ignore[no-any-return]  # decoded from what `make` gave
+    def agreed(self, make: Callable[[], Any]) -> Any:
+        failure, value = share(_outcome(make) if self.leader else (None, None))[0]
+        if failure is not None:
+            kind, message, trace = failure
+            raise UsageError(message) if kind == UsageError.__name__ else RankError(0, kind, message, trace)
+        return value
+
+
+def _outcome(make: Callable[[], Any]) -> tuple[list[str] | None, Any]:
+    """([kind, message, traceback], None) of what `make` raises, or (None, its value)."""
+    try:
+        return None, make()
+    except Exception as error:  # whatever it is, the other ranks must hear of it rather than wait
+        return [type(error).__name__, str(error), traceback.format_exc()], None
 
 
 def share(value: Any) -> list[Any]:
-    """Every rank's plain `value`, in rank order, on every rank."""
+    """Every rank's plain `value`, in rank order, on every rank. BrokenJobError if one is not reached in time."""
     header, blobs = encode(value)
-    parts = exchange(b"".join([len(header).to_bytes(8, "big"), header, *blobs]))
+    try:
+        parts = exchange(b"".join([len(header).to_bytes(8, "big"), header, *blobs]))
+    except RuntimeError as error:
+        raise BrokenJobError(f"rank {os.environ['RANK']} has lost the others: {error}") from error
     return [decode(part[8 : 8 + (size := int.from_bytes(part[:8], "big"))], part[8 + size :]) for part in parts]
 
 
@@ -106,5 +119,13 @@ def open_job(
     if not launched:
         yield OwnRanks(world_size, chosen.partition(":")[0], backend, deadline_s)
         return
+    _freeze_imports()
     with attach_elastic(backend, chosen, timeout_s=deadline_s) as (rank, size):
         yield LaunchedRanks(size, rank, chosen, backend)
+
+
+def _freeze_imports() -> None:
+    """Hide what imports made from the garbage collector, as the rank server does: a census walks all the rest."""
+    importlib.import_module("torch._dynamo")  # an optimizer imports it at its first call
+    gc.collect()
+    gc.freeze()

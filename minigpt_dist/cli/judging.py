@@ -5,7 +5,6 @@ Owns the order of asking and the report. Leaves the questions to `verify/checks`
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from rich.console import Console
 import minigpt_dist
 from minigpt_dist.cli.job import Job, open_job
 from minigpt_dist.cli.report import console as new_console
-from minigpt_dist.cli.report import table
+from minigpt_dist.cli.report import say, table
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, one_of
 from minigpt_dist.launch import RankError
 from minigpt_dist.verify.checks import CHECKS, Check, Verdict, composition, put, resume
@@ -89,7 +88,7 @@ def _put_all(console: Console, subject: Subject, asked: list[tuple[Check, int]])
     """Ask all; on a terminal, say which question is out."""
     if not console.is_terminal:
         return [put(check, subject, N) for check, N in asked]
-    verdicts = []
+    verdicts: list[Verdict] = []
     with console.status("") as status:
         for check, N in asked:
             status.update(f"{check.name}, {N} ranks ({len(verdicts)} of {len(asked)} done)")
@@ -102,18 +101,18 @@ def _no_contract(console: Console, spec: str, error: RankError) -> int:
     if error.kind == "ValueError":
         raise UsageError(f"impl is {spec!r}: {error.message}")
     last = [line.strip() for line in error.traceback.splitlines() if line.strip().startswith("File ")]
-    found = Violation("the import", f"{error.kind}: {error.message}", "free of errors", "contract", hint=f"raised at {last[-1]}" if last else "")
-    console.print(found.render("contract", spec, 1), markup=False, soft_wrap=True)
+    hint = f"raised at {last[-1]}" if last else ""
+    found = Violation("the import", f"{error.kind}: {error.message}", "free of errors", "contract", hint=hint)
+    say(console, found.render("contract", spec, 1))
     return EXIT_VIOLATED
 
 
 def _print_header(console: Console, subject: Subject, origins: dict[str, str]) -> None:
     versions = f"torch {torch.__version__}, Python {platform.python_version()} on {sys.platform}"
-    console.print(f"minigpt-dist {minigpt_dist.__version__}: {versions}; judging {subject.spec}", markup=False, soft_wrap=True)
-    for names in SLOTS.values():
-        for name in names:
-            console.print(f"  {name:<21} {origins.get(name, 'missing')}", markup=False, soft_wrap=True)
-    console.print()
+    say(console, f"minigpt-dist {minigpt_dist.__version__}: {versions}; judging {subject.spec}")
+    for name in (name for names in SLOTS.values() for name in names):
+        say(console, f"  {name:<21} {origins.get(name, 'missing')}")
+    say(console, "")
 
 
 def _print_verdicts(console: Console, subject: Subject, verdicts: Sequence[Verdict]) -> int:
@@ -125,12 +124,12 @@ def _print_verdicts(console: Console, subject: Subject, verdicts: Sequence[Verdi
         made.add_row(check, *(_mark(found.get((check, N))) for N in sizes))
     console.print(made)
     for reason in dict.fromkeys(f"{v.check}: {v.not_judged}" for v in verdicts if v.not_judged):
-        console.print(f"not judged: {reason}", markup=False, soft_wrap=True)
+        say(console, f"not judged: {reason}")
     failed = [v for v in verdicts if v.violations]
     for verdict in failed:
-        console.print("\n" + verdict.render(subject.spec), markup=False, soft_wrap=True)
+        say(console, "\n" + verdict.render(subject.spec))
     passed, open_ones = sum(v.passed for v in verdicts), sum(bool(v.not_judged) for v in verdicts)
-    console.print(f"\n{subject.spec}: {passed} passed, {len(failed)} failed, {open_ones} not judged", markup=False, style="bold")
+    say(console, f"\n{subject.spec}: {passed} passed, {len(failed)} failed, {open_ones} not judged", "bold")
     return EXIT_VIOLATED if failed else EXIT_OK
 
 
@@ -144,7 +143,7 @@ def _mark(verdict: Verdict | None) -> str:
 
 @dataclass
 class LaunchedSubject(Subject):
-    """A subject whose runs take place in a launcher's job, on all of its ranks; every rank comes to the same evidence."""
+    """A subject whose runs take place in a launcher's job, on all its ranks; every rank comes to the same evidence."""
 
     job: Job | None = None
 
@@ -154,9 +153,8 @@ class LaunchedSubject(Subject):
         if world_size == job.world_size:
             return job.run(body, self.spec, list(self.slots), *args)
         # A world of another size (the oracle's single process) is no part of the job: the leader starts it.
-        result = job.agreed(lambda: json.dumps(super(LaunchedSubject, self).run(body, world_size, *args)))
-        assert result is not None
-        return json.loads(result)  # type: ignore[no-any-return]  # a list, as `run` gives
+        result: list[Any] = job.agreed(lambda: super(LaunchedSubject, self).run(body, world_size, *args))
+        return result
 
     def ask(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         return self.run(body, world_size, *args)

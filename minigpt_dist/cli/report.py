@@ -41,27 +41,29 @@ def table(console: Console, *columns: str, left: int = 0) -> Table:
     return made
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print text as it is: no markup, no wrapping."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
 def _title(console: Console, text: str) -> None:
-    console.print()
-    console.print(text, style="bold", markup=False)
+    say(console, f"\n{text}", "bold")
 
 
 def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest | None) -> None:
     """Header, loss table, memory profile, manifest."""
     config = outcome.config
-    console.print(
-        f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {job.world_size} ranks ({job.backend}, {job.device}), "
-        f"{config.steps} steps, P = {config.model.numel():,} parameters of {config.dtype}",
-        markup=False,
-    )
+    ranks = f"{job.world_size} ranks ({job.backend}, {job.device})"
+    sizes = f"{config.steps} steps, P = {config.model.numel():,} parameters of {config.dtype}"
+    say(console, f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {ranks}, {sizes}")
     _title(console, "Loss (nats a token, mean over ranks)")
     console.print(_losses(console, outcome))
     last = outcome.trace.steps[-1]
     _title(console, f"Memory held after step {last} (bytes)")
     console.print(_memory(console, outcome))
     if manifest is not None:
-        version = f"{SCHEMA['name']} {SCHEMA['version']}"
-        _title(console, f"Checkpoint manifest (step {manifest.step}, world size {manifest.world_size}, schema {version})")
+        facts = f"step {manifest.step}, world size {manifest.world_size}, schema {SCHEMA['name']} {SCHEMA['version']}"
+        _title(console, f"Checkpoint manifest ({facts})")
         console.print(_shards(console, manifest))
 
 
@@ -103,19 +105,20 @@ def print_claims(console: Console, claims: list[Claim], config: TrainConfig, com
         mark, style = ("FAIL", "bold red") if claim.violations else ("ok", "green")
         if claim.not_judged:
             mark, style = "reported, not judged", "yellow"
-        console.print(f"({claim.letter}) ", end="", markup=False)
-        console.print(mark, style=style, end=": ")
+        console.print(f"({claim.letter}) [{style}]{mark}[/]: ", end="")
         if claim.violations:
             shown = claim.violations[0].render(claim.check, minigpt_dist.__name__, config.world_size)
-            console.print(shown.rpartition("\nreplay:")[0] + f"\nreplay: minigpt-dist {command}", markup=False, soft_wrap=True)
+            say(
+                console, f"{shown.rpartition(chr(10))[0]}\nreplay: minigpt-dist {command}"
+            )  # this run, not the default one
         else:
-            console.print(claim.says + (f" ({claim.not_judged})" if claim.not_judged else ""), markup=False, soft_wrap=True)
+            say(console, claim.says + (f" ({claim.not_judged})" if claim.not_judged else ""))
 
 
 def print_end(console: Console, claims: list[Claim], config: TrainConfig, out: Path | None, seconds: float) -> None:
     """Where files are, and the closing line."""
     if out is not None:
-        console.print(f"\nkept in {out}: trace.jsonl, checkpoints, live metrics of each rank", markup=False, soft_wrap=True)
+        say(console, f"\nkept in {out}: trace.jsonl, checkpoints, live metrics of each rank")
     broken = [f"({claim.letter})" for claim in claims if claim.violations]
     open_ones = [f"({claim.letter})" for claim in claims if claim.not_judged]
     if broken:
@@ -123,5 +126,4 @@ def print_end(console: Console, claims: list[Claim], config: TrainConfig, out: P
     else:
         but = f", {' and '.join(open_ones)} not judged" if open_ones else ""
         line, style = f"composition verified: {config.world_size} ranks, {config.steps} steps{but}", "bold green"
-    console.print()
-    console.print(f"{line}; {seconds:.1f} s", style=style, markup=False)
+    say(console, f"\n{line}; {seconds:.1f} s", style)

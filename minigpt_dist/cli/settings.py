@@ -1,6 +1,7 @@
 """From options to a run that can be carried out: every check that needs no rank, before anything is started or written.
 
-Owns the defaults that depend on each other, what a resumed run may change, and the messages for files. Leaves ranges to `config`.
+Owns the defaults that depend on each other, what a resumed run may change, and the messages for files. Leaves ranges to
+`config`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FREE_ON_RESUME = ("steps", "world_size", "checkpoint_step")
 
 @dataclass(frozen=True)
 class Settings:
-    """A run: `source` is the run it continues and `start` the step that one had reached; `out` is where its files stay."""
+    """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay."""
 
     config: TrainConfig
     device: str
@@ -65,15 +66,17 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def _take_launcher(given: dict[str, Any], launched_ranks: int | None) -> None:
     if launched_ranks is None:
         return
-    if given.setdefault("world_size", launched_ranks) != launched_ranks:
-        raise UsageError(f"world_size is {given['world_size']}, but should be {launched_ranks}, as the launcher started")
+    asked = given.setdefault("world_size", launched_ranks)
+    if asked != launched_ranks:
+        raise UsageError(f"world_size is {asked}, but should be {launched_ranks}, the ranks that the launcher started")
 
 
 def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:
     """A run from step 0. Half of it lies before the checkpoint, unless asked otherwise."""
     text = given.get("text")
     if text is not None and given.setdefault("vocab", BYTE_VOCAB) < BYTE_VOCAB:
-        raise UsageError(f"vocab is {given['vocab']}, but should be at least {BYTE_VOCAB}: the tokens of a text are its bytes")
+        wanted = f"at least {BYTE_VOCAB}, as the tokens of a text are its bytes"
+        raise UsageError(f"vocab is {given['vocab']}, but should be {wanted}")
     config = _with(TrainConfig(), given)
     if "checkpoint_step" not in given:
         config = replace(config, checkpoint_step=max(1, config.steps // 2))
@@ -92,7 +95,7 @@ def _continued(given: dict[str, Any], source: Path) -> tuple[TrainConfig, int]:
     for name, value in given.items():
         kept = getattr(saved.model if hasattr(saved.model, name) else saved, name)
         if value != kept and name not in free:
-            raise UsageError(f"{name} is {value!r}, but should be {kept!r}, as in the checkpoint that the run continues")
+            raise UsageError(f"{name} is {value!r}, but should be {kept!r}, as in the checkpoint to go on from")
     config = _with(saved, given)
     if config.steps <= start:
         raise UsageError(f"steps is {config.steps}, but should be above {start}, the step of the checkpoint")
@@ -111,7 +114,8 @@ def _saved_run(source: Path) -> tuple[TrainConfig, int]:
     except CheckpointError as error:
         raise UsageError(f"resume is {str(source)!r}, but should be {wanted}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"resume is {str(source)!r}, whose manifest has no configuration, but should be {wanted}") from error
+        found = f"{str(source)!r}, whose checkpoint holds no configuration"
+        raise UsageError(f"resume is {found}, but should be {wanted}") from error
 
 
 def _with(config: TrainConfig, given: dict[str, Any]) -> TrainConfig:
@@ -130,7 +134,9 @@ def _check_text(config: TrainConfig) -> None:
     except OSError as error:
         raise UsageError(f"text is {config.text!r} ({error.strerror}), but should be a readable file") from error
     if found < config.total_tokens:
-        raise UsageError(f"text is {found} bytes long, but should be at least {config.total_tokens}, which the run reads")
+        raise UsageError(
+            f"text is {found} bytes long, but should be at least {config.total_tokens}, all that the run reads"
+        )
 
 
 def _checked_out(out: Path) -> Path:
@@ -152,5 +158,5 @@ def make_out(out: Path) -> Path:
         if not os.access(out, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise UsageError(f"out is {str(out)!r} ({error.strerror}), but should be a folder that can be written") from error
+        raise UsageError(f"out is {str(out)!r} ({error.strerror}), but should be a folder to write in") from error
     return out.absolute()

@@ -1,13 +1,14 @@
 """`minigpt-dist train`, the demo: its options.
 
-Owns the command line of a run. Imports no torch: the rank server loads it while this process does. Leaves checking the options to
-`settings` and the run to `training`.
+Owns the command line of a run. Imports no torch: the rank server loads it while this process does. Leaves checking the
+options to `settings` and the run to `training`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 
 from minigpt_dist.cli.settings import BACKENDS, DEVICES, read_settings
 from minigpt_dist.cli.usage import number, pair, whole
@@ -21,39 +22,49 @@ DEADLINE_S = 120.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run, model = TrainConfig(), ModelConfig()
-    group = parser.add_argument_group("run")
-    group.add_argument("--world-size", type=whole("world_size"), metavar="N", help=f"ranks ({run.world_size})")
-    group.add_argument("--steps", type=whole("steps"), metavar="N", help=f"updates in all ({run.steps})")
-    group.add_argument("--seed", type=whole("seed"), metavar="N", help=f"of data and weights ({run.seed})")
-    group.add_argument("--batch", type=whole("batch"), metavar="N", help=f"sequences a micro-batch ({run.batch})")
-    group.add_argument("--micro-batches", type=whole("micro_batches"), metavar="N", help=f"a rank and step ({run.micro_batches})")
-    group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
-    group.add_argument("--reduction", metavar="KIND", help=f"of gradients: {', '.join(REDUCTIONS)} ({run.reduction})")
-    group.add_argument("--text", metavar="FILE", help="train on the bytes of a file, in place of the made corpus")
-    group.add_argument("--checkpoint-step", type=whole("checkpoint_step"), metavar="N", help="0 for none (half of the steps)")
-    group.add_argument("--out", metavar="DIR", help="keep checkpoint, trace.jsonl and live metrics in this new folder")
-    group.add_argument("--resume", metavar="DIR", help="go on from the latest checkpoint of the run that was kept in DIR")
-    _add_model(parser.add_argument_group("model"), model)
-    _add_optimizer(parser.add_argument_group("optimizer"), run)
-    group = parser.add_argument_group("machine")
-    group.add_argument("--device", default="auto", metavar="KIND", help=f"{', '.join(DEVICES)} (auto)")
-    group.add_argument("--backend", metavar="NAME", help=f"{', '.join(BACKENDS)} (what suits the device)")
-    group.add_argument("--deadline", type=number("deadline"), default=DEADLINE_S, metavar="S", help=f"seconds a run may take ({DEADLINE_S:g})")
+    _add_run(parser.add_argument_group("run").add_argument, run)
+    _add_model(parser.add_argument_group("model").add_argument, model)
+    _add_optimizer(parser.add_argument_group("optimizer").add_argument, run)
+    add = parser.add_argument_group("machine").add_argument
+    deadline = f"seconds a run may take ({DEADLINE_S:g})"
+    add("--device", default="auto", metavar="KIND", help=f"{', '.join(DEVICES)} (auto)")
+    add("--backend", metavar="NAME", help=f"{', '.join(BACKENDS)} (what suits the device)")
+    add("--deadline", type=number("deadline"), default=DEADLINE_S, metavar="S", help=deadline)
 
 
-def _add_model(group: argparse._ArgumentGroup, model: ModelConfig) -> None:
+def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
+    helps = {
+        "world_size": f"ranks ({run.world_size})",
+        "steps": f"updates in all ({run.steps})",
+        "seed": f"of data and weights ({run.seed})",
+        "batch": f"sequences a micro-batch ({run.batch})",
+        "micro_batches": f"a rank and step ({run.micro_batches})",
+        "checkpoint_step": "step to save after; 0 for none (half of the steps)",
+    }
+    for name, text in helps.items():
+        add(_option(name), type=whole(name), metavar="N", help=text)
+    add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
+    add("--reduction", metavar="KIND", help=f"of gradients: {', '.join(REDUCTIONS)} ({run.reduction})")
+    add("--text", metavar="FILE", help="train on the bytes of a file, in place of the made corpus")
+    add("--out", metavar="DIR", help="keep checkpoint, trace.jsonl and live metrics in this new folder")
+    add("--resume", metavar="DIR", help="go on from the latest checkpoint of the run that was kept in DIR")
+
+
+def _add_model(add: Callable[..., object], model: ModelConfig) -> None:
     for name in ("vocab", "embed_dim", "num_heads", "num_layers", "seq_len"):
-        option = "--" + name.replace("_", "-")
-        group.add_argument(option, type=whole(name), metavar="N", help=f"({getattr(model, name)})")
-    group.add_argument("--dropout", type=number("dropout"), metavar="P", help=f"({model.dropout:g})")
-    group.add_argument("--tie-head", action="store_true", default=None, help="share the embedding's weight with the head")
+        add(_option(name), type=whole(name), metavar="N", help=f"({getattr(model, name)})")
+    add("--dropout", type=number("dropout"), metavar="P", help=f"({model.dropout:g})")
+    add("--tie-head", action="store_true", default=None, help="share the embedding's weight with the head")
 
 
-def _add_optimizer(group: argparse._ArgumentGroup, run: TrainConfig) -> None:
+def _add_optimizer(add: Callable[..., object], run: TrainConfig) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        option = "--" + name.replace("_", "-")
-        group.add_argument(option, type=number(name), metavar="X", help=f"({getattr(run, name):g})")
-    group.add_argument("--betas", type=pair("betas"), metavar="X,Y", help="({:g},{:g})".format(*run.betas))
+        add(_option(name), type=number(name), metavar="X", help=f"({getattr(run, name):g})")
+    add("--betas", type=pair("betas"), metavar="X,Y", help="({:g},{:g})".format(*run.betas))
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def launched_ranks() -> int | None:
@@ -73,4 +84,4 @@ def run(args: argparse.Namespace) -> int:
         prepare()
     from minigpt_dist.cli.training import carry_out
 
-    return carry_out(settings, launched is not None, args.command_line)
+    return carry_out(settings, launched is not None, args.command_line, args.began)

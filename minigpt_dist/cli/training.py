@@ -1,6 +1,7 @@
 """One run from start to verdict: train with a checkpoint, resume it elsewhere, judge, report.
 
-Owns the order of these and the run's folders. Leaves the ranks to `job`, the verdicts to `claims`, the words to `report`.
+Owns the order of these and the run's folders. Leaves the ranks to `job`, the verdicts to `claims`, the words to
+`report`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from minigpt_dist.worker import rank_body
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: its trace, each rank's snapshot at the checkpoint (path -> digest), and the trace of its resume."""
+    """What a run left: its trace, each rank's snapshot at the checkpoint (path -> digest), the trace of its resume."""
 
     config: TrainConfig
     start: int
@@ -38,9 +39,12 @@ class Outcome:
     resumed: Trace | None
 
 
-def carry_out(settings: Settings, launched: bool, command_line: Sequence[str]) -> int:
-    """Train, resume, judge; print it all on the leader. The exit code is the same on every rank."""
-    config, began = settings.config, time.perf_counter()
+def carry_out(settings: Settings, launched: bool, command_line: Sequence[str], began: float) -> int:
+    """Train, resume, judge; print it all on the leader. The exit code is the same on every rank.
+
+    `began`: when the command started, by time.perf_counter.
+    """
+    config = settings.config
     with open_job(launched, config.world_size, settings.device, settings.backend, settings.deadline_s) as job:
         with _folders(job, settings.out) as (folder, scratch):
             outcome = _train(job, settings, folder, scratch)
@@ -64,7 +68,6 @@ def _folders(job: Job, out: Path | None) -> Iterator[tuple[Path, Path]]:
         (scratch / "resumed").mkdir()
         (scratch / "run").mkdir()
         folder = job.agreed(lambda: str(scratch / "run" if out is None else make_out(out)))
-        assert folder is not None
         yield Path(folder), scratch / "resumed"
 
 
@@ -83,7 +86,8 @@ def _train(job: Job, settings: Settings, folder: Path, scratch: Path) -> Outcome
 
 
 def _trace(config: TrainConfig, ranks: list[dict[str, Any]]) -> Trace:
-    return merge({"impl": "minigpt_dist", "config": config.to_dict()}, [[Record(**r) for r in rank["records"]] for rank in ranks])
+    header = {"impl": "minigpt_dist", "config": config.to_dict()}
+    return merge(header, [[Record(**record) for record in rank["records"]] for rank in ranks])
 
 
 def _manifest(folder: Path) -> Manifest:

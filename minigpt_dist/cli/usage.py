@@ -1,7 +1,7 @@
 """Wrong command lines, and the parsers of single options that tell them.
 
-Owns `UsageError` and the one-line messages for values that are no numbers. Leaves ranges and combinations to `config` and to the
-commands.
+Owns exit codes, `UsageError` and the one-line messages for values that are no numbers. Leaves ranges and
+combinations to `config` and to the commands.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ class UsageError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class BrokenJobError(Exception):
+    """The ranks of a launcher's job cannot reach each other any more: it can only end.
+
+    No LaunchError, which is a verdict on one run, after which the next may be asked.
+    """
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,7 +1,7 @@
 """`minigpt-dist verify`: put the checks to an implementation, outside pytest.
 
-Owns the options and their one-line errors. Imports no torch: the rank server loads it while this process does. Leaves running
-the checks to `judging`.
+Owns the options and their one-line errors. Imports no torch: the rank server loads it while this process does. Leaves
+running the checks to `judging`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ DEADLINE_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--impl", action="append", metavar="SPEC", help=f"a module, a path, fault:NAME or peer:NAME; repeatable ({OURS})")
-    add("--slots", type=names, default=(), metavar="A,B", help="judge only these pieces of it, and take the rest from minigpt_dist")
+    deadline = f"seconds a run may take ({DEADLINE_S:g})"
+    add("--impl", action="append", metavar="SPEC", help=f"a module, a path or fault:NAME; repeatable ({OURS})")
+    add("--slots", type=names, default=(), metavar="A,B", help=f"only these pieces of it, the rest from {OURS}")
     add("--world-sizes", type=sizes("world_sizes"), default=(), metavar="N,M", help="ranks (each check's own list)")
-    add("--only", type=names, default=(), metavar="CHECK,...", help="only these checks; a name stands for all that begin NAME.")
+    add("--only", type=names, default=(), metavar="CHECK,...", help="these checks; A stands for all that begin A.")
     add("--list", action="store_true", help="list the checks and what each claims")
-    add("--deadline", type=number("deadline"), default=DEADLINE_S, metavar="S", help=f"seconds a run may take ({DEADLINE_S:g})")
+    add("--deadline", type=number("deadline"), default=DEADLINE_S, metavar="S", help=deadline)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     launched, specs = launched_ranks(), [_checked(spec) for spec in args.impl or [OURS]]
     seconds("deadline", args.deadline)
     if launched is not None and args.world_sizes not in ((), (launched,)):
-        raise UsageError(f"world_sizes is {args.world_sizes}, but should be {launched}, the ranks that the launcher started")
+        asked = ",".join(map(str, args.world_sizes))
+        raise UsageError(f"world_sizes is {asked}, but should be {launched}, the ranks that the launcher started")
     if launched is None and not args.list:
         prepare()
     from minigpt_dist.cli import judging

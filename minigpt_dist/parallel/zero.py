@@ -114,18 +114,19 @@ class _Shard:
         return {"offset": min(self.lo, self.flat.total), "numel": numel, "total": self.flat.total, **tensors, "steps": [*self.steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mine = self.state_dict()
+        own = self.state_dict()
         for key in ("offset", "numel", "total"):
-            if state.get(key) != mine[key]:
-                raise ValueError(f"{key} of the optimizer's shard is {state.get(key)}, but should be {mine[key]}")
+            if state.get(key) != own[key]:
+                raise ValueError(f"{key} of the optimizer's shard is {state.get(key)}, but should be {own[key]}")
         for name in STATE_NAMES:
-            if not isinstance(state.get(name), Tensor) or state[name].shape != mine[name].shape:
-                raise ValueError(f"{name} of the optimizer's shard is not a tensor of {mine['numel']} elements")
+            if not isinstance(state.get(name), Tensor) or state[name].shape != own[name].shape:
+                raise ValueError(f"{name} of the optimizer's shard is not a tensor of {own['numel']} elements")
         if len(state["steps"]) != len(self.steps):
             raise ValueError(f"steps of the optimizer's shard has {len(state['steps'])} entries, but should have {len(self.steps)}")
         for name in STATE_NAMES:
-            getattr(self, name)[: mine["numel"]].copy_(state[name])
-        self.steps = [int(s) for s in state["steps"]]
+            getattr(self, name)[: own["numel"]].copy_(state[name])
+        mine = {i for i, _, _ in self.owned}  # a state cut anew for this rank brings everyone's counts
+        self.steps = [int(s) if i in mine else 0 for i, s in enumerate(state["steps"])]
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

@@ -113,13 +113,25 @@ def _load_path(path: Path) -> ModuleType:
     return module
 
 
+def keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """(names that `function` takes, whether it also takes any other). A class that passes **kwargs on is read up its bases."""
+    names: set[str] = set()
+    layers = [c.__dict__["__init__"] for c in inspect.getmro(function) if "__init__" in c.__dict__] if inspect.isclass(function) else [function]
+    for layer in layers:
+        try:
+            parameters = inspect.signature(layer).parameters.values()
+        except (TypeError, ValueError):
+            break
+        names.update(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return frozenset(names), False
+    return frozenset(names), True
+
+
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Can `function` be called with the keyword `name`?"""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    """Does `function` take the keyword `name` by that name? (One that takes any keyword and names none is asked nothing extra.)"""
+    names, anything = keywords(function)
+    return name in names or (anything and names <= {"self", "cls", "module", "params", "args"})
 
 
 def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

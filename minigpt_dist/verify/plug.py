@@ -43,8 +43,11 @@ def build_model(impl: Implementation, sizes: ModelConfig) -> nn.Module:
 
 def _build_optimizer(impl: Implementation, module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> Any:
     build = impl.require("ZeroOptimizer")
-    options = {"lr": config.lr, "betas": config.betas, "beta1": config.betas[0], "beta2": config.betas[1], "eps": config.eps}
-    options |= {"weight_decay": config.weight_decay, "reduction": config.reduction}
+    options: dict[str, Any] = {"lr": config.lr, "eps": config.eps, "weight_decay": config.weight_decay, "reduction": config.reduction}
+    if accepts(build, "betas"):
+        options["betas"] = config.betas
+    else:
+        options["beta1"], options["beta2"] = config.betas
     return build(module, world_size=world_size, rank=rank, **accepted(build, options))
 
 
