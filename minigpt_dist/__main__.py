@@ -33,7 +33,10 @@ def run(arguments: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         words.insert(0, DEFAULT)
     command = load(words[0])
-    args = parser_of(command).parse_args(words[1:])
+    args, unknown = parser_of(command).parse_known_args(words[1:])
+    if unknown:
+        wanted = f"one of the options that `{PROGRAM} {words[0]} --help` lists"
+        raise UsageError(f"argument is {unknown[0]!r}, but should be {wanted}")
     args.command_line, args.began = words, _BEGAN
     return command.run(args)
 

@@ -40,6 +40,8 @@ class Pieces:
     optimizer: Callable[[nn.Module, TrainConfig, int, int], Any]
     save: Callable[[State, Path, int, TrainConfig], object]
     load: Callable[[Path, int, int], State]
+    forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)  # through a data-parallel wrapper, if any
+    after_backward: Callable[[nn.Module], object] = lambda model: None  # its finish call, where hooks do not do it all
 
 
 def _own_model(sizes: ModelConfig) -> nn.Module:
@@ -121,6 +123,7 @@ class Worker:
         # Ranks start from different seeds on purpose: only the broadcast can make them equal.
         torch.manual_seed(config.seed * 1009 + rank + (500_009 if self.resume else 0))
         model = self.pieces.model(config.model).to(self.device, getattr(torch, config.dtype))
+        self.model = model
         self.corpus = self.pieces.corpus(config).to(self.device)
         train(
             model,
@@ -129,7 +132,7 @@ class Worker:
             make_optimizer=self._make_optimizer,
             restore=self._restore,
             batches=self._batches,
-            loss_of=lambda model, x, y: next_token_loss(model(x), y),
+            loss_of=lambda model, x, y: next_token_loss(self.pieces.forward(model, x), y),
             backward=self._backward,
             save=self._save,
             observe=self._observe,
@@ -161,6 +164,7 @@ class Worker:
             optimizer.fold()
         else:
             (loss / self.config.micro_batches).backward()  # type: ignore[no-untyped-call]  # as above
+        self.pieces.after_backward(self.model)
 
     def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:
         if step == self.config.checkpoint_step:

@@ -69,6 +69,13 @@ def test_a_flat_state_right_under_optimizer_is_cut_too() -> None:
     assert [len(state["optimizer"]["master"]) for state in split_state(merge_states(flat), 4)] == [3, 3, 3, 1]
 
 
+def test_a_count_that_only_its_owner_knows_reaches_all() -> None:
+    states = world_states(3)
+    for state, steps in zip(states, ([3, 0], [3, 3], [0, 3]), strict=True):
+        shard_of([state], 0)["steps"] = steps
+    assert canonical(split_state(merge_states(states), 2)) == canonical(without_rng(world_states(2)))
+
+
 def test_new_slices_share_no_memory() -> None:
     whole = rank_state(0, 1)
     first, second = split_state(whole, 2)
@@ -91,7 +98,9 @@ WRONG: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
     ),
     "a missing end": (lambda s: shard_of(s, 2).update(numel=1), "expected slices of 10 elements, found 9"),
     "totals that differ": (lambda s: shard_of(s, 2).update(total=11), "those of rank 2 are not rank 0's"),
-    "steps that differ": (lambda s: shard_of(s, 1).update(steps=[3, 4]), "those of rank 1 are not rank 0's"),
+    "counts that differ": (lambda s: shard_of(s, 1).update(steps=[3, 4]), r"/steps/1: expected one .* found \[3, 4\]"),
+    "counts of too few": (lambda s: shard_of(s, 1).update(steps=[3]), "/steps: expected lists of one length"),
+    "counts that are none": (lambda s: shard_of(s, 1).update(steps=None), "/steps: expected lists of one length"),
     "a dtype that differs": (
         lambda s: shard_of(s, 1).update(master=shard_of(s, 1)["master"].double()),
         "/optimizer/shards/0/master: expected tensors of one dtype on all ranks",

@@ -35,17 +35,17 @@ class FileDigest:
         self._sha256 = hashlib.sha256()
         self._crc32 = 0
         self._sample = sample_ranges(nbytes)
-        self._position = 0
+        self.position = 0
 
     def update(self, piece: memoryview) -> None:
         """Takes in the next bytes of the file; a one-dimensional view of bytes."""
         self._sha256.update(piece)
         for start, stop in self._sampled_in(len(piece)):
             self._crc32 = zlib.crc32(piece[start:stop], self._crc32)
-        self._position += len(piece)
+        self.position += len(piece)
 
     def _sampled_in(self, length: int) -> Iterator[tuple[int, int]]:
-        here, end = self._position, self._position + length
+        here, end = self.position, self.position + length
         for start, stop in self._sample:
             if start < end and stop > here:
                 yield max(start, here) - here, min(stop, end) - here

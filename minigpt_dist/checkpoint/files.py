@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +18,7 @@ from minigpt_dist.checkpoint.errors import mismatch, naming_file
 
 __all__ = ["fsync_folder", "open_regular", "read_exactly", "read_small", "write_file"]
 
-THREAD_FROM_BYTES = 1 << 20  # below this a second thread costs more than the overlap saves
+WRITEBACK_FROM_BYTES = 1 << 20  # starting the disk for less costs more than it wins
 
 
 def write_file(path: Path, nbytes: int, pieces: Iterable[memoryview]) -> FileDigest:
@@ -32,9 +31,10 @@ def write_file(path: Path, nbytes: int, pieces: Iterable[memoryview]) -> FileDig
     with naming_file(path, f"to write {nbytes} bytes"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with ThreadPoolExecutor(max_workers=1) as hasher:  # starts its thread when first given work
-                for piece in pieces:
-                    _write_hashed(fd, piece, digest, hasher)
+            for piece in pieces:
+                _write_all(fd, piece)
+                _start_writeback(fd, digest.position, len(piece))
+                digest.update(piece)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -88,19 +88,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _write_hashed(fd: int, piece: memoryview, digest: FileDigest, hasher: ThreadPoolExecutor) -> None:
-    """Writes and hashes one piece, both at once where it is long enough; neither holds the interpreter's lock."""
-    if len(piece) < THREAD_FROM_BYTES:
-        _write_all(fd, piece)
-        digest.update(piece)
-        return
-    hashed = hasher.submit(digest.update, piece)
-    try:
-        _write_all(fd, piece)
-    finally:
-        hashed.result()
-
-
 def _write_all(fd: int, piece: memoryview) -> None:
     while piece:
         piece = piece[os.write(fd, piece) :]
+
+
+def _start_writeback(fd: int, start: int, length: int) -> None:
+    """Lets the disk begin with a piece while the next is hashed, where the system can be told so.
+
+    The advice is that the pages are not needed: Linux then starts writing them, and waits for nothing.
+    """
+    if length >= WRITEBACK_FROM_BYTES and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)

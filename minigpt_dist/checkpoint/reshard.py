@@ -29,8 +29,9 @@ def load_resharded(src_dir: Path | str, world_size: int) -> list[State]:
     """The states of a checkpoint for `world_size` ranks, however many wrote it.
 
     Of each flat slice under `state["optimizer"]`, rank r gets elements [r*chunk, (r+1)*chunk) with
-    chunk = ceil(total / world_size), without padding; the last ranks may get fewer or none. Everything else must be the
-    same on all ranks that wrote, and all get it; `state["rng"]` is each rank's own, and None at another world size.
+    chunk = ceil(total / world_size), without padding; the last ranks may get fewer or none. Of a slice's `steps`, one
+    count a parameter, 0 means that a rank does not know it. Everything else must be the same on all ranks that wrote,
+    and all get it; `state["rng"]` is each rank's own, and None at another world size.
 
     Raises:
         ValueError: `world_size` is not an int of at least 1.
@@ -129,13 +130,24 @@ def _join(parts: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: expected slices of {total} elements, found {position}")
     whole: dict[str, Any] = {"offset": 0, "numel": total}
     if COUNTS in parts[0]:
-        whole[COUNTS] = [max(counts) for counts in zip(*(part[COUNTS] for part in parts), strict=True)]
+        whole[COUNTS] = _join_counts([part.get(COUNTS) for part in parts], place)
     for name in (name for name in SLICED_NAMES if any(name in part for part in parts)):
         tensors = [part.get(name) for part in parts]
         if len({t.dtype if isinstance(t, Tensor) else None for t in tensors}) > 1 or tensors[0] is None:
             raise ValueError(f"{place}/{name}: expected tensors of one dtype on all ranks")
         whole[name] = torch.cat([part[name][: part["numel"]] for part in parts])
     return whole
+
+
+def _join_counts(counts: Sequence[Any], place: str) -> list[int]:
+    """Each parameter's count, from whichever ranks know it."""
+    if any(not isinstance(mine, list) or len(mine) != len(counts[0]) for mine in counts):
+        raise ValueError(f"{place}/{COUNTS}: expected lists of one length on all ranks")
+    known = [set(each) - {0} for each in zip(*counts, strict=True)]
+    for i, values in enumerate(known):
+        if len(values) > 1:
+            raise ValueError(f"{place}/{COUNTS}/{i}: expected one count on all ranks, found {sorted(values)}")
+    return [values.pop() if values else 0 for values in known]
 
 
 def _cut(part: Mapping[str, Any], mine: FlatSlice) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minigpt_dist.cli.usage import BrokenJobError, UsageError
-from minigpt_dist.launch import RankError, attach_elastic, choose_backend, choose_device, run_world
+from minigpt_dist.launch import LaunchError, RankError, attach_elastic, choose_backend, choose_device, run_world
 from minigpt_dist.launch.wire import decode, encode
 from minigpt_dist.parallel.collectives import exchange
 
@@ -73,7 +74,12 @@ class LaunchedRanks:
 
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         shared = share(args)[0]
-        outcomes = share(_outcome(lambda: body(*shared)))
+        mine = _outcome(lambda: body(*shared))
+        if (
+            mine[0] is not None
+        ):  # said at once: others may wait in a call that this rank will not make, and never hear of it
+            print(f"rank {self.rank} raised\n{mine[0][2]}", file=sys.stderr, flush=True)
+        outcomes = share(mine)
         for rank, (failure, _) in enumerate(outcomes):
             if failure is not None:
                 raise RankError(rank, *failure)
@@ -96,12 +102,9 @@ def _outcome(make: Callable[[], Any]) -> tuple[list[str] | None, Any]:
 
 
 def share(value: Any) -> list[Any]:
-    """Every rank's plain `value`, in rank order, on every rank. BrokenJobError if one is not reached in time."""
+    """Every rank's plain `value`, in rank order, on every rank."""
     header, blobs = encode(value)
-    try:
-        parts = exchange(b"".join([len(header).to_bytes(8, "big"), header, *blobs]))
-    except RuntimeError as error:
-        raise BrokenJobError(f"rank {os.environ['RANK']} has lost the others: {error}") from error
+    parts = exchange(b"".join([len(header).to_bytes(8, "big"), header, *blobs]))
     return [decode(part[8 : 8 + (size := int.from_bytes(part[:8], "big"))], part[8 + size :]) for part in parts]
 
 
@@ -120,8 +123,13 @@ def open_job(
         yield OwnRanks(world_size, chosen.partition(":")[0], backend, deadline_s)
         return
     _freeze_imports()
-    with attach_elastic(backend, chosen, timeout_s=deadline_s) as (rank, size):
-        yield LaunchedRanks(size, rank, chosen, backend)
+    try:
+        with attach_elastic(backend, chosen, timeout_s=deadline_s) as (rank, size):
+            yield LaunchedRanks(size, rank, chosen, backend)
+    except LaunchError:
+        raise
+    except RuntimeError as error:  # what torch raises for a peer that is gone or silent
+        raise BrokenJobError(f"rank {rank} has lost the others: {error}") from error
 
 
 def _freeze_imports() -> None:

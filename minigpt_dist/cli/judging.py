@@ -110,8 +110,10 @@ def _no_contract(console: Console, spec: str, error: RankError) -> int:
 def _print_header(console: Console, subject: Subject, origins: dict[str, str]) -> None:
     versions = f"torch {torch.__version__}, Python {platform.python_version()} on {sys.platform}"
     say(console, f"minigpt-dist {minigpt_dist.__version__}: {versions}; judging {subject.spec}")
-    for name in (name for names in SLOTS.values() for name in names):
-        say(console, f"  {name:<21} {origins.get(name, 'missing')}")
+    contract = [name for names in SLOTS.values() for name in names]
+    width = max(map(len, contract))
+    for name in contract:
+        say(console, f"  {name:<{width}}  {origins.get(name, 'missing')}")
     say(console, "")
 
 

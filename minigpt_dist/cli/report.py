@@ -16,7 +16,7 @@ from rich.table import Table
 import minigpt_dist
 from minigpt_dist.checkpoint import Manifest
 from minigpt_dist.checkpoint.manifest import SCHEMA
-from minigpt_dist.cli.claims import Claim
+from minigpt_dist.cli.claims import Claim, ranks
 from minigpt_dist.cli.job import Job
 from minigpt_dist.config import TrainConfig
 
@@ -53,9 +53,9 @@ def _title(console: Console, text: str) -> None:
 def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest | None) -> None:
     """Header, loss table, memory profile, manifest."""
     config = outcome.config
-    ranks = f"{job.world_size} ranks ({job.backend}, {job.device})"
+    where = f"{ranks(job.world_size)} ({job.backend}, {job.device})"
     sizes = f"{config.steps} steps, P = {config.model.numel():,} parameters of {config.dtype}"
-    say(console, f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {ranks}, {sizes}")
+    say(console, f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {where}, {sizes}")
     _title(console, "Loss (nats a token, mean over ranks)")
     console.print(_losses(console, outcome))
     last = outcome.trace.steps[-1]
@@ -70,7 +70,7 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
 def _losses(console: Console, outcome: Outcome) -> Table:
     made = table(console, "step", "mean loss", "grad norm", "ms")
     norms = outcome.trace.grad_norms()
-    for step, loss in outcome.trace.mean_losses().items():
+    for step, loss in outcome.losses().items():
         slowest = max((sum(record.seconds.values()) for record in outcome.trace.at(step)), default=0.0)
         made.add_row(str(step), f"{loss:.6f}", f"{norms[step]:.6f}" if step in norms else "", f"{1e3 * slowest:.1f}")
     return made
@@ -94,7 +94,7 @@ def _shards(console: Console, manifest: Manifest) -> Table:
     for shard in manifest.shards:
         slices = shard.slices.values()
         offset, length = (", ".join(str(getattr(s, name)) for s in slices) for name in ("offset", "numel"))
-        made.add_row(shard.file, f"{shard.bytes:,}", offset, length, shard.sha256 if full else shard.sha256[:16] + "…")
+        made.add_row(shard.file, f"{shard.bytes:,}", offset, length, shard.sha256 if full else shard.sha256[:10] + "…")
     return made
 
 
@@ -125,5 +125,5 @@ def print_end(console: Console, claims: list[Claim], config: TrainConfig, out: P
         line, style = f"composition broken: {', '.join(broken)}", "bold red"
     else:
         but = f", {' and '.join(open_ones)} not judged" if open_ones else ""
-        line, style = f"composition verified: {config.world_size} ranks, {config.steps} steps{but}", "bold green"
+        line, style = f"composition verified: {ranks(config.world_size)}, {config.steps} steps{but}", "bold green"
     say(console, f"\n{line}; {seconds:.1f} s", style)

@@ -38,6 +38,10 @@ class Outcome:
     snapshots: list[dict[str, str]]
     resumed: Trace | None
 
+    def losses(self) -> dict[int, float]:
+        """Step -> mean loss over ranks, of the steps that this run trained."""
+        return {step: loss for step, loss in self.trace.mean_losses().items() if step > self.start}
+
 
 def carry_out(settings: Settings, launched: bool, command_line: Sequence[str], began: float) -> int:
     """Train, resume, judge; print it all on the leader. The exit code is the same on every rank.

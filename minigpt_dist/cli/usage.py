@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError instead of printing its usage and leaving."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        raise UsageError(f"{message} (`{self.prog} --help` lists the options)")
 
 
 def whole(what: str) -> Callable[[str], int]:

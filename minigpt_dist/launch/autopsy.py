@@ -18,7 +18,7 @@ __all__ = ["Failure", "deadline_error", "first_failure"]
 _STACK_GRACE_S = 5.0  # a rank that does not write its stack by then will not
 _STACK_BYTES = 1 << 16
 # What gloo, the kernel and NCCL call the end of a peer.
-_LOSSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_LOSSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "likely closed", "process exited")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 

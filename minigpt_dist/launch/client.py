@@ -17,8 +17,8 @@ import threading
 from typing import Literal
 
 from minigpt_dist.launch.channel import Channel
+from minigpt_dist.launch.environment import PINNED_THREADS
 from minigpt_dist.launch.errors import LaunchError
-from minigpt_dist.launch.server import PINNED_THREADS
 
 __all__ = ["Method", "ServerHandle", "prepare", "tail"]
 

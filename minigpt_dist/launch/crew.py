@@ -23,10 +23,10 @@ from typing import Any, Literal, NamedTuple
 
 from minigpt_dist.launch.channel import Channel
 from minigpt_dist.launch.client import Method, ServerHandle, tail
+from minigpt_dist.launch.environment import rank_environment
 from minigpt_dist.launch.errors import LaunchError, WireError
 from minigpt_dist.launch.frames import Frame, FrameReader, send_frame
 from minigpt_dist.launch.mirror import create_mirror
-from minigpt_dist.launch.server import PINNED_THREADS
 from minigpt_dist.launch.wire import MAX_BYTES
 
 __all__ = ["START_S", "Crew", "Event"]
@@ -35,7 +35,6 @@ FileKind = Literal["log", "ledger", "stack"]
 _FILE_KINDS: tuple[FileKind, ...] = ("log", "ledger", "stack")
 START_S = 180.0  # to import torch, on a machine busy with other tests; no rank's work is in it
 _KILL_S = 60.0  # from SIGKILL to a reaped process: only a stuck kernel takes long
-_NOT_FOR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 class Event(NamedTuple):
@@ -88,9 +87,8 @@ class Crew:
             with theirs:
                 temporary = str(self.folder) if self._temporary else None
                 self._server = ServerHandle.enlist(method, theirs.fileno(), temporary)
-            environment = _environment(env, world_size)
             for rank in range(world_size):
-                self._start(rank, {**environment, "LOCAL_RANK": str(rank), **env}, method, backend)
+                self._start(rank, rank_environment(rank, world_size, env), method, backend)
         except BaseException:
             self.close()
             raise
@@ -138,11 +136,14 @@ class Crew:
         Raises LaunchError if the server is gone.
         """
         ready = {key.data for key, _ in self._selector.select(max(0.0, timeout))}
-        events = [event for rank in sorted(ready - {None}) for event in self._read(rank)]
+        # One event a rank and call: a rank that never stops sending cannot keep the caller from its deadline.
+        events = [event for rank in sorted(ready - {None}) if (event := self._read(rank))]
         if None in ready:
             for message in self._receive():
                 rank, self.codes[message["exit"]] = message["exit"], message["code"]
-                events += [*self._read(rank), Event(rank, "exit", code=message["code"])]  # its last words first
+                while event := self._read(rank):  # its last words first
+                    events.append(event)
+                events.append(Event(rank, "exit", code=message["code"]))
         return events
 
     def _tell(self, message: dict[str, Any], fd: int | None = None) -> None:
@@ -158,22 +159,19 @@ class Crew:
             self._selector.unregister(self._channel)
             raise self._server.lost() from None
 
-    def _read(self, rank: int) -> list[Event]:
-        """What has arrived from one rank; nothing more is read after an end or garbage."""
-        events: list[Event] = []
-        while rank in self._readers:
-            try:
-                frame = self._readers[rank].read(block=False)
-            except EOFError:
-                self._shut(rank)
-                return [*events, Event(rank, "closed")]
-            except WireError as error:
-                self._shut(rank)
-                return [*events, Event(rank, "garbage", text=str(error))]
-            if frame is None:
-                break
-            events.append(Event(rank, "frame", frame))
-        return events
+    def _read(self, rank: int) -> Event | None:
+        """The next thing that has arrived from one rank; nothing more is read after an end or garbage."""
+        if rank not in self._readers:
+            return None
+        try:
+            frame = self._readers[rank].read(block=False)
+        except EOFError:
+            self._shut(rank)
+            return Event(rank, "closed")
+        except WireError as error:
+            self._shut(rank)
+            return Event(rank, "garbage", text=str(error))
+        return Event(rank, "frame", frame) if frame is not None else None
 
     def _shut(self, rank: int) -> None:
         del self._readers[rank]
@@ -239,11 +237,3 @@ class Crew:
             sock.close()
         for fd in self._files.values():
             os.close(fd)
-
-
-def _environment(env: dict[str, str], world_size: int) -> dict[str, str]:
-    """The parent's environment as it is now, without what a launcher said about the parent's own rank."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_RANKS)}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"  # the host's own name need not resolve
-    inherited.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    return {**inherited, **PINNED_THREADS, "LOCAL_WORLD_SIZE": str(world_size), **env}

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -98,7 +97,7 @@ def install() -> None:
         wrapped = _recorded(op, original, payload)
         for module in (c10d, dist):
             if hasattr(module, op):
-                _replace(module, op, wrapped)
+                setattr(module, op, wrapped)
     if not hasattr(dist.Work.wait, "_ledger"):
         dist.Work.wait = _recorded_wait(dist.Work.wait)  # type: ignore[method-assign]  # seen from outside, as above
 
@@ -130,10 +129,6 @@ def clear() -> None:
     _count = itertools.count()
     if _mirror is not None:
         _mirror.clear()
-
-
-def _replace(module: ModuleType, op: str, wrapped: Callable[..., Any]) -> None:
-    setattr(module, op, wrapped)
 
 
 def _recorded(op: str, original: Callable[..., Any], payload: str | None) -> Callable[..., Any]:

@@ -28,10 +28,10 @@ from typing import Any
 
 from minigpt_dist.launch.channel import Channel
 
-__all__ = ["PINNED_THREADS", "main"]
+__all__ = ["main"]
 
-PINNED_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-_PRELOAD = ("numpy", "safetensors.torch", "torch", "torch.distributed", "torch._dynamo", "minigpt_dist.worker")
+_LIBRARIES = ("numpy", "safetensors.torch", "torch", "torch.distributed", "torch._dynamo")
+_PACKAGE = ("minigpt_dist.worker",)
 _SPAWNED = """import sys, json
 sys.path[:] = json.loads(sys.argv[1])
 from minigpt_dist.launch.rank import main
@@ -69,17 +69,22 @@ def _preload(names: list[str]) -> None:
     cache = "TORCHINDUCTOR_CACHE_DIR"
     with tempfile.TemporaryDirectory(prefix="minigpt-dist-") as scratch:
         os.environ.setdefault(cache, scratch)  # torch._dynamo makes its cache's folder as it is imported
-        for name in [*_PRELOAD, *names]:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+        _try_to_import(*_LIBRARIES, *names)
         if os.environ[cache] == scratch:
             del os.environ[cache]
     from minigpt_dist.launch import ledger, rank
 
-    ledger.install()
+    ledger.install()  # before anything can import a collective by name
+    _try_to_import(*_PACKAGE)
     rank.ready()
     gc.collect()
     gc.freeze()  # a collection in a rank would write to, and so copy, every page of the objects made here
+
+
+def _try_to_import(*names: str) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 class _Server:
@@ -214,7 +219,7 @@ def _kill(pids: Any) -> None:
     """Kill unreaped children, each with all the processes of its session's first group."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):  # it has not yet made its own session
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session of its own yet, or has ended
             os.killpg(pid, signal.SIGKILL)
 
 

@@ -21,25 +21,34 @@ class Reading:
 
     absent: a parameter that no rank used is skipped (torch), or gets a gradient of zero (flat buffers).
     decay: decoupled from the gradient (AdamW), or added to it (Adam's L2).
+    kept: gradients stay after a step until they are zeroed (torch), or step itself clears them.
     """
 
     absent: str = "skip"
     decay: str = "decoupled"
+    kept: bool = True
 
 
 TORCH = Reading()
-READINGS = (TORCH, Reading(absent="zero"), Reading(decay="l2"), Reading(absent="zero", decay="l2"))
 
 
-def mean_gradient(s: Scenario, step: int, world_size: int, tensor: int) -> Tensor | None:
+def readings(s: Scenario) -> list[Reading]:
+    """The readings of a scenario that can differ from each other, torch's first."""
+    absent = ("skip", "zero") if s.absent else ("skip",)
+    decay = ("decoupled", "l2") if "weight_decay" in s.needs() else ("decoupled",)
+    kept = (True, False) if s.keep_grads_before else (True,)
+    return [Reading(a, d, k) for a in absent for d in decay for k in kept]
+
+
+def mean_gradient(s: Scenario, step: int, world_size: int, tensor: int, kept: bool = True) -> Tensor | None:
     """Mean over ranks of the gradients accumulated for `tensor` up to `step`, exact in float64; None if no rank has any."""
     first = step
-    while first in s.keep_grads_before:
+    while kept and first in s.keep_grads_before:
         first -= 1
     total: Tensor | None = None
     for at in range(first, step + 1):
         for rank in range(world_size):
-            if any(i == tensor and at < s.present_from and (r == -1 or r % world_size == rank) for i, r in s.absent):
+            if tensor in s.without_gradient(at, rank, world_size):
                 continue
             for part in range(s.backwards):
                 g = rank_gradient(s.seed, tensor, s.shapes[tensor], at, rank, part)
@@ -70,7 +79,7 @@ def trajectory(s: Scenario, world_size: int, reading: Reading = TORCH, dtype: to
         for at, factor in s.lr_at:
             for group in optimizer.param_groups if at == step else ():
                 group["lr"] *= factor
-        gradients = [mean_gradient(s, step, world_size, i) for i in range(len(params))]
+        gradients = [mean_gradient(s, step, world_size, i, reading.kept) for i in range(len(params))]
         scale = clip_scale(s, [g for i, g in enumerate(gradients) if i not in s.frozen])
         for i, (p, g) in enumerate(zip(params, gradients, strict=True)):
             p.grad = _gradient(s, step, i, p, g, reading, scale)

@@ -16,17 +16,20 @@ from torch import Tensor, nn
 
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus
-from minigpt_dist.trace import Record, Trace, merge, tensor_bytes
+from minigpt_dist.trace import Record, Trace, digest, merge, tensor_bytes
 from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.optimizers import abilities
 from minigpt_dist.verify.plug import build_model, pieces_of
-from minigpt_dist.verify.subject import Subject
+from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.worker import Worker
 
 
 def composed_body(spec: str, slots: list[str], config: dict[str, Any], folder: str, resume: bool) -> dict[str, Any]:
     """One rank of the composed run; besides the records, the final parameters as bytes."""
-    worker = Worker(TrainConfig.from_dict(config), Path(folder), pieces_of(resolve(spec, tuple(slots))), resume=resume)
+    impl = resolve(spec, tuple(slots))
+    worker = Worker(TrainConfig.from_dict(config), Path(folder), pieces_of(impl), resume=resume)
     result = worker.run()
+    result["averages_outside"], result["resumable"] = impl.averages_outside, "state_dict" in abilities(impl)
     result["final"] = {name: tensor_bytes(p) for name, p in worker.recorder.model.named_parameters()}
     return result
 
@@ -75,8 +78,6 @@ def _oracle_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Ten
 
 
 def _digest(model: nn.Module) -> dict[str, str]:
-    from minigpt_dist.trace import digest
-
     return {name: digest(p) for name, p in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -90,6 +91,7 @@ class Composed:
     resume_error: Exception | None
     snapshots: list[dict[str, str]]
     finals: list[dict[str, bytes]]
+    averages_outside: bool
 
 
 def _trace(subject: Subject, config: TrainConfig, results: list[dict[str, Any]]) -> Trace:
@@ -109,11 +111,13 @@ def _compose(subject: Subject, config: TrainConfig) -> Composed:
         results = subject.run(composed_body, N, plain, folder, False)
         resumed, failure = None, None
         try:
+            if not results[0]["resumable"]:
+                raise NotJudged("the optimizer has no state_dict and load_state_dict of its own")
             resumed = _trace(subject, config, subject.run(composed_body, N, plain, folder, True))
         except Exception as error:
             failure = error
         whole = _trace(subject, config, results)
-        return Composed(config, whole, resumed, failure, [r["snapshot"] for r in results], [r["final"] for r in results])
+        return Composed(config, whole, resumed, failure, [r["snapshot"] for r in results], [r["final"] for r in results], results[0]["averages_outside"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -18,11 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from minigpt_dist.verify.shapes import OPTIMIZER_CLASS_WORDS, find_data_parallel, find_sharded_optimizer, finish_function
+
 SLOTS: dict[str, tuple[str, ...]] = {
     "model": ("MiniGPT",),
     "corpus": ("make_corpus",),
     "broadcast": ("broadcast_parameters",),
     "optimizer": ("ZeroOptimizer",),
+    "ddp": ("DistributedDataParallel",),
     "checkpoint": ("save_sharded", "load_sharded"),
 }
 OURS = "minigpt_dist"
@@ -40,6 +43,14 @@ class Implementation:
     names: dict[str, Callable[..., Any]]
     origins: dict[str, str]
     extras: dict[str, Any] = field(default_factory=dict)
+    shape: str = "lesson"
+    slots: tuple[str, ...] = ()
+
+    @property
+    def averages_outside(self) -> bool:
+        """Does the optimizer expect gradients that are averaged already (torch's shape), rather than average them itself?"""
+        theirs = not self.slots or "optimizer" in self.slots
+        return theirs and any(word in keywords(self.require("ZeroOptimizer"))[0] for word in OPTIMIZER_CLASS_WORDS)
 
     def require(self, name: str) -> Callable[..., Any]:
         """The callable called `name`. MissingPieceError if the implementation has none."""
@@ -57,6 +68,8 @@ class Implementation:
 def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     """Find the pieces that `spec` offers. With `slots`, only those are looked for there and the rest are ours, and said to be.
 
+    A file with none of the lesson's names but pieces of torch's shape (`shapes.py`) is judged for just those pieces.
+
     Raises ValueError for an unknown spec or slot, and whatever importing foreign code raises.
     """
     unknown = [s for s in slots if s not in SLOTS]
@@ -65,14 +78,24 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     module = load_module(spec)
     found = Implementation(spec, {}, {}, dict(getattr(module, "EXTRAS", {})))
     found.extras.setdefault("ours", spec == OURS)
+    torch_shape = {"optimizer": find_sharded_optimizer(module), "ddp": find_data_parallel(module)}
+    if not any(callable(getattr(module, name, None)) for slot in SLOTS if slot != "ddp" for name in SLOTS[slot]):
+        found.shape = "torch"
+        slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
+        if not slots:
+            raise ValueError(f"{spec} offers nothing of the contract: none of {', '.join(n for names in SLOTS.values() for n in names)}")
+        found.extras["finish"] = finish_function(module)
     own = importlib.import_module(OURS)
     for slot, names in SLOTS.items():
-        source, origin = (module, spec) if not slots or slot in slots else (own, OURS)
+        theirs = not slots or slot in slots
         for name in names:
-            value = getattr(source, name, None)
+            value = getattr(module if theirs else own, name, None)
+            if theirs and value is None and slot in torch_shape:
+                value = torch_shape[slot]
             if callable(value):
                 found.names[name] = value
-                found.origins[name] = f"{origin}:{getattr(value, '__module__', '?')}"
+                found.origins[name] = f"{spec if theirs else OURS}:{getattr(value, '__name__', name)}"
+    found.slots = tuple(slots)
     return found
 
 

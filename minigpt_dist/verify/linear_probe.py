@@ -17,6 +17,7 @@ from minigpt_dist.trace import tensor_bytes
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.gradients import initial_value, rank_gradient
 from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, set_lr
+from minigpt_dist.verify.plug import average_gradients
 from minigpt_dist.verify.scenario import Scenario
 
 
@@ -31,6 +32,8 @@ class LinearModel(nn.Module):
             if s.transposed and len(shape) == 2:
                 value = value.t().contiguous().t()
             self.params.append(nn.Parameter(value, requires_grad=i not in s.frozen))
+        for i in s.tied:
+            self.register_parameter(f"tied{i}", self.params[i])
 
     def forward(self, weights: list[Tensor | None]) -> Tensor:
         terms = [(p * w).sum() for p, w in zip(self.params, weights, strict=True) if w is not None and p.requires_grad]
@@ -39,7 +42,7 @@ class LinearModel(nn.Module):
 
 def weights_for(s: Scenario, step: int, rank: int, part: int, world_size: int) -> list[Tensor | None]:
     """What backward number `part` of `rank` at `step` is to leave in each tensor's gradient; None for no gradient."""
-    off = {i for i, r in s.absent if step < s.present_from and (r == -1 or r % world_size == rank)}
+    off = s.without_gradient(step, rank, world_size)
     return [None if i in off else rank_gradient(s.seed, i, shape, step, rank, part) for i, shape in enumerate(s.shapes)]
 
 
@@ -83,12 +86,15 @@ class _Run:
             values.append(_snapshot(model))
             if self.other:
                 self._step(*self.other, step)
+            if s.snapshots:
+                self.optimizer.state_dict()
             if step == s.reload_at:
                 state = self.optimizer.state_dict()
                 self.optimizer = self._build(model)
-                self.optimizer.load_state_dict(state)
+                for _ in range(s.loads):
+                    self.optimizer.load_state_dict(state)
         held = census(model, self.known)
-        return {"values": values, "returned": returned, "bytes": held}
+        return {"values": values, "returned": returned, "bytes": held, "averages_outside": self.impl.averages_outside}
 
     def _step(self, model: LinearModel, optimizer: Any, step: int) -> float | None:
         if step not in self.s.keep_grads_before:
@@ -101,15 +107,22 @@ class _Run:
             total = 0.0
             for part in range(self.s.backwards):
                 weights = weights_for(self.s, step, self.rank, part, self.N)
+                if all(w is None for w in weights):
+                    continue
                 loss = model([None if w is None else w.to(p.dtype) for w, p in zip(weights, model.params, strict=True)])
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
                 total += loss.item()
             return total
 
-        if self.s.closure:
+        if self.s.closure and not self.impl.averages_outside:
             result = optimizer.step(run)
             return None if result is None else float(result)
-        run()
+        total = run()
+        if self.impl.averages_outside:
+            average_gradients(model.params)
+        if self.s.closure:
+            result = optimizer.step(lambda: total)
+            return None if result is None else float(result)
         optimizer.step()
         return None
 

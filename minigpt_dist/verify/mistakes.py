@@ -1,138 +1,212 @@
-"""Known mistakes: what a trajectory would be if an optimizer were wrong in one well-known way.
+"""Known mistakes: the well-known ways to get a sharded optimizer wrong, and the search for the one that explains what was seen.
 
-Owns the list of one-line wrong optimizers and the search for the one that reproduces what was seen, which gives a violation
-its stage and its hint. A diagnosis only: no verdict depends on it.
+Owns the list. A wrong trajectory that fits one of them gets its stage and its hint; one that fits none is read by its shape
+(`differences.py`). A diagnosis only: no verdict depends on it, so it runs only once something is known to be wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from minigpt_dist.verify.gradients import initial_value, rank_gradient
+from minigpt_dist.verify import differences
 from minigpt_dist.verify.scenario import Scenario
+from minigpt_dist.verify.wrong_adam import Layout, Mistake, State, Step, layout, steps_fitting
 
 Values = list[list[Tensor]]
-FIT = 2e-5  # a wrong formula that fits what was seen leaves only float32 rounding; ten times the bound for right ones
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A wrong optimizer. `grad(g, N)` maps gradients stacked over ranks (N, ...) to what is used in place of their mean."""
-
-    stage: str
-    hint: str
-    grad: Callable[[Tensor, int, int], Tensor] = lambda g, rank, step: g.mean(0)
-    step_offset: int = 0
-    bias_correction: bool = True
-    eps_inside: bool = False
-    swap_betas: bool = False
-    ignore_edits: bool = False
-    ignore_groups: bool = False
-    decay: str = "decoupled"
-    accumulate: bool = False
-    stale: bool = False
+def _without(dropped: int) -> Callable[[Step], Tensor]:
+    """The mean, with the share of one rank counted as zero."""
+    return lambda x: (x.local.sum(0) - x.local[dropped]) / x.layout.world_size
 
 
-def _without(dropped: int) -> Callable[[Tensor, int, int], Tensor]:
-    return lambda g, rank, step: (g.sum(0) - g[dropped]) / g.shape[0] if dropped < g.shape[0] else g.mean(0)
+def _shifted(by: int) -> Callable[[Step], Tensor]:
+    """The mean of the gradient `by` elements further on; zero where there is none."""
+
+    def grad(x: Step) -> Tensor:
+        result = torch.zeros_like(x.mean)
+        if by > 0:
+            result[: max(x.layout.numel - by, 0)] = x.mean[by:]
+        else:
+            result[-by:] = x.mean[: max(x.layout.numel + by, 0)]
+        return result
+
+    return grad
 
 
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake("reduce", "gradients are summed over ranks but not divided by N", lambda g, r, t: g.sum(0)),
-    Mistake("reduce", "gradients are divided by N twice", lambda g, r, t: g.mean(0) / g.shape[0]),
-    Mistake("reduce", "divided by N-1 instead of N", lambda g, r, t: g.sum(0) / max(g.shape[0] - 1, 1)),
-    Mistake("reduce", "each rank uses its own gradient: nothing is reduced", lambda g, r, t: g[r]),
-    Mistake("reduce", "only rank 0's gradient is used", lambda g, r, t: g[0]),
-    Mistake("reduce", "the share of rank 0 is missing from the mean", _without(0)),
-    Mistake("reduce", "the share of rank 1 is missing from the mean", _without(1)),
-    Mistake("reduce", "the share of the last rank is missing from the mean", lambda g, r, t: (g.sum(0) - g[-1]) / g.shape[0]),
-    Mistake("reduce", "the largest gradient over ranks is used, not the mean", lambda g, r, t: g.amax(0)),
-    Mistake("reduce", "gradients travel in bfloat16", lambda g, r, t: g.bfloat16().double().mean(0)),
-    Mistake("reduce", "gradients travel in float16", lambda g, r, t: g.half().double().mean(0)),
-    Mistake("optimizer", "the step counter of the bias correction is one ahead", step_offset=1),
-    Mistake("optimizer", "the step counter of the bias correction is one behind", step_offset=-1),
-    Mistake("optimizer", "there is no bias correction", bias_correction=False),
-    Mistake("optimizer", "eps is added inside the square root", eps_inside=True),
-    Mistake("optimizer", "beta1 and beta2 are exchanged", swap_betas=True),
-    Mistake("optimizer", "edits of the learning rate have no effect", ignore_edits=True),
-    Mistake("optimizer", "options of parameter groups have no effect", ignore_groups=True),
-    Mistake("optimizer", "weight decay has no effect", decay="none"),
-    Mistake("optimizer", "the gradient is applied with the wrong sign", lambda g, r, t: -g.mean(0)),
-    Mistake("backward", "gradients of earlier steps are still added: zero_grad is missing or clears too little", accumulate=True),
-    Mistake("gather", "parameters are one step late: gathered before they were updated", stale=True),
-)
+def _without_last(x: Step) -> Tensor:
+    mean = x.mean.clone()
+    mean[-1:] = 0
+    return mean
 
 
-def wrong_trajectory(m: Mistake, s: Scenario, world_size: int, rank: int) -> Values:
-    """[step][tensor] of float64 Adam with one mistake, as `rank` would see it."""
-    own: dict[int, dict[str, float]] = {}
-    for tensor, option, value in s.groups if not m.ignore_groups else ():
-        own.setdefault(tensor, {})[option] = s.lr * value if option == "lr" else value
-    beta1, beta2 = reversed(s.betas) if m.swap_betas else s.betas
-    params = [initial_value(s.seed, i, shape) for i, shape in enumerate(s.shapes)]
-    first = [torch.zeros_like(p) for p in params]
-    second = [torch.zeros_like(p) for p in params]
-    running = [torch.zeros(world_size, *p.shape, dtype=torch.float64) for p in params]
-    values, factor = [[p.clone() for p in params]], 1.0
-    for step in range(1, s.steps + 1):
-        factor *= 1.0 if m.ignore_edits else _product(f for at, f in s.lr_at if at == step)
-        for i, p in enumerate(params):
-            if i in s.frozen or any(t == i and r == -1 and step < s.present_from for t, r in s.absent):
-                continue
-            now = _stacked(s, step, world_size, i)
-            keep = m.accumulate or step in s.keep_grads_before
-            running[i] = running[i] + now if keep else now
-            g = m.grad(running[i], rank, step)
-            lr = own.get(i, {}).get("lr", s.lr) * factor
-            decay = 0.0 if m.decay == "none" else own.get(i, {}).get("weight_decay", s.weight_decay)
-            first[i] = beta1 * first[i] + (1 - beta1) * g
-            second[i] = beta2 * second[i] + (1 - beta2) * g * g
-            t = step + m.step_offset
-            c1, c2 = (1 - beta1**t, 1 - beta2**t) if m.bias_correction and t > 0 else (1.0, 1.0)
-            v = second[i] / c2
-            root = (v + s.eps).sqrt() if m.eps_inside else v.sqrt() + s.eps
-            p.mul_(1 - lr * decay).sub_(lr * (first[i] / c1) / root)
-        values.append([p.clone() for p in params])
-    return [values[0], *values[:-1]] if m.stale else values
+def _clipped_first(x: Step) -> Tensor:
+    """Each rank clips its own gradient, then the mean is taken."""
+    limit = x.layout.scenario.max_norm or float("inf")
+    return torch.stack([g * min(limit / (float(g.norm()) + 1e-6), 1.0) for g in x.local]).mean(0)
 
 
-def _product(factors: object) -> float:
-    result = 1.0
-    for factor in factors:  # type: ignore[attr-defined]  # any iterable of floats
-        result *= factor
+def _by_own_slice(x: Step, used: Tensor, limit: float) -> Tensor:
+    """Each rank clips by the norm of its own slice."""
+    square = torch.zeros(x.layout.world_size, dtype=used.dtype).index_add_(0, x.layout.owner, used.square())
+    return (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)[x.layout.owner]
+
+
+def _by_tensor(x: Step, used: Tensor, limit: float) -> Tensor:
+    """Each tensor is clipped by its own norm."""
+    square = torch.zeros(len(x.layout.scenario.shapes), dtype=used.dtype).index_add_(0, x.layout.tensor, used.square())
+    return (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)[x.layout.tensor]
+
+
+def _only_matrices(decay: Tensor, x: Layout) -> Tensor:
+    """Decay for tensors of two and more dimensions alone."""
+    small = [i for i, shape in enumerate(x.scenario.shapes) if len(shape) < 2]
+    return decay * ~torch.isin(x.tensor, torch.tensor(small))
+
+
+def _not_owned(x: Layout) -> Tensor:
+    """(N, P): 1 where rank r owns no element of the parameter, and so leaves its gradient standing."""
+    result = torch.ones(x.world_size, x.numel, dtype=torch.float64)
+    for rank in range(x.world_size):
+        result[rank, torch.isin(x.tensor, x.tensor[x.owner == rank])] = 0
     return result
 
 
-def _stacked(s: Scenario, step: int, world_size: int, i: int) -> Tensor:
-    """Gradients of tensor `i` at `step`, one row a rank, zeros where a rank has none."""
-    rows = []
-    for rank in range(world_size):
-        off = any(t == i and step < s.present_from and (r == -1 or r % world_size == rank) for t, r in s.absent)
-        parts = [rank_gradient(s.seed, i, s.shapes[i], step, rank, part) for part in range(s.backwards)]
-        rows.append(torch.zeros(s.shapes[i], dtype=torch.float64) if off else torch.stack(parts).sum(0))
-    return torch.stack(rows)
+def _lose(*names: str) -> Callable[[State], None]:
+    def reload(x: State) -> None:
+        for name in names:
+            getattr(x, name).zero_()
+
+    return reload
+
+
+def _constructors_lr(x: State) -> None:
+    x.factor = 1.0
+
+
+REDUCE: tuple[Mistake, ...] = (
+    Mistake("reduce", "gradients are summed over ranks but not divided by N", lambda x: x.local.sum(0)),
+    Mistake("reduce", "gradients are divided by N twice", lambda x: x.mean / x.layout.world_size),
+    Mistake("reduce", "divided by N-1 instead of N", lambda x: x.local.sum(0) / max(x.layout.world_size - 1, 1)),
+    Mistake("reduce", "each rank uses its own gradient: nothing is reduced", lambda x: x.local[x.rank], alone=True),
+    Mistake("reduce", "each slice is updated with the gradient of the rank that owns it: nothing is reduced", lambda x: x.owners),
+    Mistake("reduce", "only rank 0's gradient is used", lambda x: x.local[0]),
+    Mistake("reduce", "only the last rank's gradient is used", lambda x: x.local[-1]),
+    Mistake("reduce", "the share of rank 0 is missing from the mean", _without(0)),
+    Mistake("reduce", "the share of rank 1 is missing from the mean", lambda x: _without(min(1, x.layout.world_size - 1))(x)),
+    Mistake("reduce", "the share of the last rank is missing from the mean", _without(-1)),
+    Mistake("reduce", "the share of the rank that owns the slice is missing from the mean", lambda x: x.mean - x.owners / x.layout.world_size),
+    Mistake("reduce", "the owner's share counts twice", lambda x: x.mean + x.owners / x.layout.world_size),
+    Mistake("reduce", "the share of rank 0 counts twice", lambda x: x.mean + x.local[0] / x.layout.world_size),
+    Mistake("reduce", "the largest gradient over ranks is used, not the mean", lambda x: x.local.amax(0)),
+    Mistake("reduce", "the smallest gradient over ranks is used, not the mean", lambda x: x.local.amin(0)),
+    Mistake("reduce", "gradients travel in bfloat16", lambda x: x.local.bfloat16().double().mean(0)),
+    Mistake("reduce", "gradients travel in float16", lambda x: x.local.half().double().mean(0)),
+    Mistake("reduce", "gradients are in another order than the parameters: reversed", lambda x: x.mean.flip(0)),
+    Mistake("reduce", "gradients are one element behind their parameters", _shifted(1)),
+    Mistake("reduce", "gradients are one element ahead of their parameters", _shifted(-1)),
+    Mistake("reduce", "the gradient of the last element is lost: it was taken for padding", _without_last),
+    Mistake("reduce", "gradients of the step before are used", lambda x: torch.zeros_like(x.mean) if x.earlier is None else x.earlier.mean(0)),
+    Mistake("reduce", "only the last backward before the step counts", lambda x: x.parts[-1].mean(0)),
+    Mistake("reduce", "only the first backward before the step counts", lambda x: x.parts[0].mean(0)),
+    Mistake("reduce", "the mean over backwards is taken, but they should add up", lambda x: x.mean / len(x.parts)),
+    Mistake("reduce", "a sum that was exchanged already is exchanged again with the next backward",
+            lambda x: x.parts[-1].mean(0) + sum(part.mean(0) for part in x.parts[:-1]) * x.layout.world_size),
+)
+FACTORS = tuple(
+    Mistake("reduce", f"gradients are {name} times the mean", lambda x, of=of: of(x.layout.world_size) * x.mean)  # type: ignore[misc]  # bound early
+    for name, of in (("N*N", lambda N: N * N), ("1/N*N", lambda N: N**-2), ("2", lambda N: 2), ("1/2", lambda N: 0.5), ("4", lambda N: 4),
+                     ("1/4", lambda N: 0.25), ("8", lambda N: 8), ("1/8", lambda N: 0.125))
+)
+CLIP: tuple[Mistake, ...] = (
+    Mistake("clip", "the gradient is not clipped", clip=lambda x, used, limit: 1.0),
+    Mistake("clip", "each rank clips by the norm of its own slice, not by that of all", clip=_by_own_slice),
+    Mistake("clip", "each tensor is clipped by its own norm, not by that of all", clip=_by_tensor),
+    Mistake("clip", "the gradient is scaled to the limit although its norm is below it", clip=lambda x, used, limit: limit / (float(used.norm()) + 1e-6)),
+    Mistake("clip", "each rank clips its own gradient before the mean", _clipped_first, clip=lambda x, used, limit: 1.0),
+    Mistake("clip", "the norm is that of the sum over ranks, not of the mean",
+            clip=lambda x, used, limit: min(limit / (float(used.norm()) * x.layout.world_size + 1e-6), 1.0)),
+    Mistake("clip", "the root of the squared norm is missing", clip=lambda x, used, limit: min(limit / (float(used.square().sum()) + 1e-6), 1.0)),
+)
+OPTIMIZER: tuple[Mistake, ...] = (
+    Mistake("optimizer", "the step counter of the bias correction is one ahead", count=lambda t: t + 1),
+    Mistake("optimizer", "the step counter of the bias correction is one behind", count=lambda t: t - 1),
+    Mistake("optimizer", "the step counter of the bias correction moves twice a step", count=lambda t: 2 * t),
+    Mistake("optimizer", "there is no bias correction", correct_first=False, correct_second=False),
+    Mistake("optimizer", "the second moment has no bias correction", correct_second=False),
+    Mistake("optimizer", "the first moment has no bias correction", correct_first=False),
+    Mistake("optimizer", "eps is added inside the square root", eps_inside=True),
+    Mistake("optimizer", "beta1 and beta2 are exchanged", betas=lambda b: (b[1], b[0])),
+    Mistake("optimizer", "the betas given have no effect", betas=lambda b: (0.9, 0.999)),
+    Mistake("optimizer", "the eps given has no effect", eps=1e-8),
+    Mistake("optimizer", "the learning rate is multiplied by N", lr=lambda lr, N: lr * N),
+    Mistake("optimizer", "the learning rate is divided by N", lr=lambda lr, N: lr / N),
+    Mistake("optimizer", "edits of the learning rate have no effect", edits="ignored"),
+    Mistake("optimizer", "edits of the learning rate hold one step late", edits="late"),
+    Mistake("optimizer", "options of parameter groups have no effect", groups=False),
+    Mistake("optimizer", "weight decay has no effect", decay=lambda d, x: torch.zeros_like(d)),
+    Mistake("optimizer", "weight decay is applied twice", decay=lambda d, x: 2 * d),
+    Mistake("optimizer", "weight decay leaves out tensors of less than two dimensions", decay=_only_matrices),
+    Mistake("optimizer", "weight decay is not multiplied by the learning rate", decay_times_lr=False),
+    Mistake("optimizer", "the gradient is applied with the wrong sign", lambda x: -x.mean),
+    Mistake("optimizer", "the second moment averages |g| instead of its square", square=torch.abs),
+    Mistake("optimizer", "the largest second moment so far is used (AMSGrad)", amsgrad=True),
+    Mistake("optimizer", "the moments are forgotten after each step", forget_moments=True),
+    Mistake("optimizer", "the master copy is kept in bfloat16", round_master=torch.bfloat16),
+    Mistake("optimizer", "the moments are kept in bfloat16", round_moments=torch.bfloat16),
+    Mistake("optimizer", "the moments are kept in float16", round_moments=torch.float16),
+)
+REST: tuple[Mistake, ...] = (
+    Mistake("backward", "gradients of earlier steps are still added: zero_grad is missing or clears too little",
+            accumulate=lambda x: torch.ones(x.world_size, x.numel, dtype=torch.float64)),
+    Mistake("backward", "zero_grad clears only the parameters that a rank owns", accumulate=_not_owned),
+    Mistake("gather", "parameters are one step late: gathered before they were updated", stale=True),
+)
+LOAD: tuple[Mistake, ...] = (
+    Mistake("load", "the step count is not restored", reload=_lose("count")),
+    Mistake("load", "the moments are not restored", reload=_lose("first", "second")),
+    Mistake("load", "the second moment is not restored", reload=_lose("second")),
+    Mistake("load", "the first moment is not restored", reload=_lose("first")),
+    Mistake("load", "nothing is restored: neither moments nor step count", reload=_lose("first", "second", "count")),
+    Mistake("load", "the step count is added to what was there", reload=lambda x: x.count.mul_(2)),
+    Mistake("load", "the learning rate falls back to the constructor's", reload=_constructors_lr),
+)
+MISTAKES = (*REDUCE, *FACTORS, *CLIP, *OPTIMIZER, *REST, *LOAD)
+
+
+def _candidates(s: Scenario, step: int) -> Iterator[tuple[Mistake, int]]:
+    """(mistake, first step that it spoils), the likelier first. What a reload loses cannot show before it."""
+    if s.reload_at:
+        yield from ((m, 1) for m in LOAD if step == s.reload_at + 1)
+    for m in (*REDUCE, *OPTIMIZER, *REST):
+        yield m, 1
+    if s.max_norm:
+        yield from ((m, 1) for m in CLIP)
+    yield from ((m, 1) for m in FACTORS)
+    if step > 1:
+        yield from ((m, step) for m in REDUCE)
 
 
 def explain(s: Scenario, world_size: int, seen: list[Values], step: int) -> tuple[str, str]:
-    """(stage, hint) for a trajectory that is wrong from `step` on: the known mistake that reproduces it, or what can be told."""
+    """(stage, hint) for a trajectory that is wrong from `step` on: the known mistake that reproduces most of it, or what can be told.
+
+    `seen[rank][step]` are the tensors of the scenario, before training and after each step.
+    """
     if step == 0:
         return "broadcast", "parameters changed before the first step"
-    for m in MISTAKES:
-        if all(_fits(wrong_trajectory(m, s, world_size, rank), values, step) for rank, values in enumerate(seen)):
-            return m.stage, m.hint
-    if any(not _fits(seen[0], values, step) for values in seen[1:]):
-        return "gather", "ranks disagree after the step: some rank's slice is missing, misplaced or not gathered"
-    if all(_fits([seen[0][step - 1]] * (step + 1), values, step) for values in seen):
-        return "gather", "no parameter moved in this step"
-    return "optimizer", ""
+    at = layout(s, world_size)
+    flat = [[at.flatten(values) for values in rank] for rank in seen]
+    best, reach = None, step - 1
+    for mistake, since in _candidates(s, step):
+        fitting = steps_fitting(mistake, at, flat, since)
+        if fitting > reach:
+            best, reach = mistake, fitting
+        if reach == len(flat[0]) - 1:
+            break
+    if best is not None:
+        return best.stage, best.hint
+    return differences.read(at, seen, flat, step)
 
-
-def _fits(right: Values, seen: Values, upto: int) -> bool:
-    """Do both agree at every step up to `upto`, within float32 rounding?"""
-    return all(
-        bool(((a.double() - b.double()).abs() <= FIT).all()) for step in range(upto + 1) for a, b in zip(right[step], seen[step], strict=True)
-    )

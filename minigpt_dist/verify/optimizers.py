@@ -5,8 +5,10 @@ Owns the mapping of the judge's words (betas, weight_decay, a learning-rate edit
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from minigpt_dist.verify.contract import Implementation, accepts
@@ -23,19 +25,30 @@ def abilities(impl: Implementation) -> set[str]:
     found = {name for name in ("eps", "weight_decay", "max_norm") if accepts(build, name)}
     if accepts(build, "betas") or (accepts(build, "beta1") and accepts(build, "beta2")):
         found.add("betas")
-    if hasattr(build, "add_param_group"):
+    if impl.averages_outside:
+        found.update(("betas", "eps", "weight_decay"))  # they go to the inner optimizer's class
+    if hasattr(build, "add_param_group") or not inspect.isclass(build):
         found.update(("add_param_group", "groups"))
-    if hasattr(build, "state_dict") and hasattr(build, "load_state_dict"):
+    if own_method(build, "state_dict") and own_method(build, "load_state_dict"):
         found.add("state_dict")
-    if accepts(getattr(build, "step", None) or build, "closure"):
+    if accepts(getattr(build, "step", build), "closure"):
         found.add("closure")
     found.add("lr_edit")
     return found
 
 
+def own_method(build: Any, name: str) -> bool:
+    """Does the implementation define the method itself, rather than inherit torch.optim.Optimizer's?"""
+    inherited = getattr(torch.optim.Optimizer, name, None)
+    return getattr(build, name, None) not in (None, inherited)
+
+
 def build_optimizer(impl: Implementation, module: Any, world_size: int, rank: int, s: Scenario) -> Any:
     """The optimizer over `module` (a model, or parameter groups) with the scenario's options."""
     build = impl.require("ZeroOptimizer")
+    if impl.averages_outside:
+        params = module.parameters() if isinstance(module, nn.Module) else module
+        return build(params, torch.optim.AdamW, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay)
     options: dict[str, Any] = {"lr": s.lr}
     if accepts(build, "betas"):
         options["betas"] = s.betas
@@ -46,7 +59,12 @@ def build_optimizer(impl: Implementation, module: Any, world_size: int, rank: in
             options[name] = value
     if s.max_norm:
         options["max_norm"] = s.max_norm
-    return build(module, world_size=world_size, rank=rank, **options)
+    try:
+        return build(module, world_size=world_size, rank=rank, **options)
+    except (TypeError, AttributeError) as error:
+        if isinstance(module, nn.Module):
+            raise
+        raise NotSupportedError(f"the optimizer takes a module only, no parameter groups ({error})") from error
 
 
 def grouped(module: nn.Module, s: Scenario) -> Any:

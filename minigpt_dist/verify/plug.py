@@ -7,6 +7,7 @@ Owns the calling conventions of the contract: lesson-style `save_sharded(all_sta
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.corpus import make_corpus
-from minigpt_dist.parallel.collectives import barrier, world
+from minigpt_dist.parallel.collectives import all_reduce_sum, barrier, world
 from minigpt_dist.verify.contract import Implementation, accepted, accepts
 from minigpt_dist.verify.optimizers import NotSupportedError
+from minigpt_dist.verify.shapes import finish_of
 from minigpt_dist.worker import OURS, Pieces
 
 SIZES = {"vocab": ("vocab", "vocab_size"), "embed_dim": ("embed_dim", "n_embd", "dim"), "num_heads": ("num_heads", "n_head"),
@@ -43,12 +45,73 @@ def build_model(impl: Implementation, sizes: ModelConfig) -> nn.Module:
 
 def _build_optimizer(impl: Implementation, module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> Any:
     build = impl.require("ZeroOptimizer")
-    options: dict[str, Any] = {"lr": config.lr, "eps": config.eps, "weight_decay": config.weight_decay, "reduction": config.reduction}
+    options: dict[str, Any] = {"lr": config.lr, "eps": config.eps, "weight_decay": config.weight_decay}
+    if impl.averages_outside:
+        return build(module.parameters(), torch.optim.AdamW, betas=config.betas, **options)
+    options["reduction"] = config.reduction
     if accepts(build, "betas"):
         options["betas"] = config.betas
     else:
         options["beta1"], options["beta2"] = config.betas
     return build(module, world_size=world_size, rank=rank, **accepted(build, options))
+
+
+class Wrapped:
+    """A model inside an implementation's data-parallel wrapper, or beside the judge's own averaging where it has none."""
+
+    def __init__(self, impl: Implementation) -> None:
+        self.impl = impl
+        self.wraps = "DistributedDataParallel" in impl.names and "ddp" in impl.slots
+        self.wrapper: Any = None
+
+    def start(self, module: nn.Module) -> None:
+        """Make all ranks equal: by the wrapper's construction, or by the broadcast."""
+        if self.wraps:
+            self.wrapper = build_wrapper(self.impl, module)
+        else:
+            self.impl.require("broadcast_parameters")(module)
+
+    def forward(self, module: nn.Module, ids: Tensor) -> Tensor:
+        out: Tensor = module(ids) if self.wrapper is None else self.wrapper(ids)
+        return out
+
+    def after_backward(self, module: nn.Module) -> None:
+        """End the wrapper's averaging; average here for an optimizer that expects it done."""
+        if self.wrapper is not None:
+            finish(self.impl, self.wrapper)
+        elif self.impl.averages_outside:
+            average_gradients(module.parameters())
+
+
+def build_wrapper(impl: Implementation, module: nn.Module) -> Any:
+    """The data-parallel wrapper around `module`, with the arguments its constructor has."""
+    build = impl.require("DistributedDataParallel")
+    named = {"world_size": world()[0], "rank": world()[1], "bucket_size_mb": 0.01, "bucket_cap_mb": 0.01}
+    return build(module, **accepted(build, named))
+
+
+def finish(impl: Implementation, wrapper: Any) -> None:
+    """The call after backward, if the wrapper has one."""
+    by_function = impl.extras.get("finish")
+    if by_function is not None:
+        by_function(wrapper, None)
+        return
+    call = finish_of(wrapper)
+    if call is not None:
+        call()
+
+
+def average_gradients(params: Iterable[nn.Parameter]) -> None:
+    """What a data-parallel wrapper does before an optimizer of torch's shape steps: the mean over ranks, zeros where a rank has none."""
+    N, _ = world()
+    for p in params:
+        if not p.requires_grad or N == 1:
+            continue
+        if float(all_reduce_sum(torch.tensor(float(p.grad is not None)))) == 0:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        p.grad = all_reduce_sum(p.grad.contiguous()).div_(N)
 
 
 def _save(impl: Implementation, state: dict[str, Any], folder: Path, step: int, config: TrainConfig) -> None:
@@ -92,16 +155,14 @@ def pieces_of(impl: Implementation) -> Pieces:
     """
     if impl.ours:
         return OURS
+    wrapped = Wrapped(impl)
     return Pieces(
         model=lambda sizes: build_model(impl, sizes),
         corpus=_corpus,
-        broadcast=lambda module: impl.require("broadcast_parameters")(module),
+        broadcast=wrapped.start,
         optimizer=lambda module, config, N, rank: _build_optimizer(impl, module, config, N, rank),
         save=lambda state, folder, step, config: _save(impl, state, folder, step, config),
         load=lambda folder, N, rank: _load(impl, folder, N, rank),
+        forward=wrapped.forward,
+        after_backward=wrapped.after_backward,
     )
-
-
-def clone_bytes(tensor: Tensor) -> Tensor:
-    """A copy with its own memory, whatever `tensor` is a view of."""
-    return torch.empty_like(tensor).copy_(tensor)

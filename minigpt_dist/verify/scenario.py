@@ -18,9 +18,11 @@ SHAPES: tuple[Shape, ...] = ((7, 5), (5,), (3,), (2, 3), (1,), ())
 class Scenario:
     """One condition. Indices name tensors of `shapes`; ranks are taken modulo the world size.
 
-    backwards: backward calls before a step. absent: (tensor, rank) pairs that get no gradient before step `present_from`, rank -1 for every rank.
+    backwards: backward calls before a step. absent: (tensor, rank) pairs that get no gradient from step `absent_from` until before step
+    `present_from`, rank -1 for every rank. tied: tensors that the module also holds under a second name.
     frozen: requires_grad False. lr_at: (step, factor) edits of the learning rate. groups: (tensor, option, factor) overrides.
-    reload_at: after this step the state goes through state_dict and load_state_dict into a new optimizer.
+    reload_at: after this step the state goes through state_dict and load_state_dict (`loads` times) into a new optimizer.
+    snapshots: state_dict is called, and what it gives dropped, after every step.
     late: the last tensor joins by add_param_group after step 1. closure: step is given a closure. twice: a second
     optimizer over a second module runs in the same process. missing_zero_grad: steps before which zero_grad is not called.
     late_grad: tensors whose `grad` is assigned by hand rather than by backward. contiguous: False transposes matrices.
@@ -37,11 +39,15 @@ class Scenario:
     dtype: str = "float32"
     backwards: int = 1
     absent: tuple[tuple[int, int], ...] = ()
+    absent_from: int = 0
     present_from: int = 1_000_000
     frozen: tuple[int, ...] = ()
+    tied: tuple[int, ...] = ()
     lr_at: tuple[tuple[int, float], ...] = ()
     groups: tuple[tuple[int, str, float], ...] = ()
     reload_at: int = 0
+    loads: int = 1
+    snapshots: bool = False
     late: bool = False
     closure: bool = False
     twice: bool = False
@@ -57,14 +63,20 @@ class Scenario:
             "betas": self.betas != (0.9, 0.999),
             "eps": self.eps != 1e-8,
             "weight_decay": self.weight_decay != 0.0 or any(option == "weight_decay" for _, option, _ in self.groups),
-            "groups": bool(self.groups),
+            "groups": bool(self.groups) or (bool(self.lr_at) and self.reload_at > 0),  # only torch's shape promises to save options
             "add_param_group": self.late,
             "lr_edit": bool(self.lr_at),
-            "state_dict": self.reload_at > 0,
+            "state_dict": self.reload_at > 0 or self.snapshots,
             "closure": self.closure,
             "max_norm": self.max_norm > 0,
         }
         return frozenset(name for name, wanted in wants.items() if wanted)
+
+    def without_gradient(self, step: int, rank: int, world_size: int) -> frozenset[int]:
+        """Tensors that get no gradient on `rank` at `step`."""
+        if not self.absent_from <= step < self.present_from:
+            return frozenset()
+        return frozenset(i for i, r in self.absent if r == -1 or r % world_size == rank)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,12 +109,16 @@ SCENARIOS: tuple[Scenario, ...] = (
     _s("remainder_one", "one element more than a multiple of 2, 3, 4", shapes=((5, 5),)),
     _s("many_tensors", "boundaries fall inside, between and across tensors", shapes=tuple((n,) for n in range(1, 12))),
     _s("large", "a tensor of 70,000 elements beside one of one", shapes=((70_000,), (1,)), steps=2),
+    _s("memory", "twelve equal tensors and a small one: state can be shared out, in slices or whole", shapes=((4000,),) * 12 + ((3,),), steps=2),
     _s("empty_tensor", "a tensor without elements between others", shapes=((3,), (0,), (4,))),
     _s("transposed", "parameters that are not contiguous", transposed=True),
     _s("frozen", "requires_grad False stays as it is, and costs no state", frozen=(1, 4)),
     _s("unused", "a parameter without gradient on every rank is skipped", absent=((1, -1), (4, -1)), weight_decay=0.25),
     _s("unused_once", "a parameter idle at first steps starts at its own step 1", absent=((2, -1),), present_from=3, steps=5),
     _s("unused_on_one", "a parameter idle on one rank counts as zero there", absent=((2, 1),)),
+    _s("unused_later", "a parameter idle after first steps does not meet its old gradient again", absent=((0, -1), (3, -1)), absent_from=3),
+    _s("idle_rank", "a rank without any gradient counts as zeros", absent=tuple((i, 1) for i in range(len(SHAPES))), steps=2),
+    _s("tied", "a tensor under two names is one parameter", tied=(1,)),
     _s("backwards", "two backwards before a step add up", backwards=2),
     _s("keep_grads", "without zero_grad gradients add up on every rank", keep_grads_before=(2, 3)),
     _s("model_zero_grad", "the model's own zero_grad, which drops the tensors", model_zero_grad=True),
@@ -111,7 +127,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     _s("groups_decay", "each group has its decay", groups=((0, "weight_decay", 0.5), (1, "weight_decay", 0.0)), weight_decay=0.25),
     _s("late_group", "a group added after the first step is optimized", late=True, steps=5),
     _s("reload", "state_dict into a new optimizer changes nothing", reload_at=2, steps=5, betas=(0.9, 0.999)),
-    _s("reload_now", "a state taken before any step", reload_at=1, steps=3),
+    _s("reload_now", "the state after the first step", reload_at=1, steps=3),
+    _s("reload_twice", "loading the same state again changes nothing", reload_at=2, loads=2),
+    _s("reload_tiny", "the state of a rank that owns nothing", shapes=((1,),), reload_at=1, steps=3),
+    _s("reload_lr", "an edited learning rate is part of the state", lr_at=((2, 0.25),), reload_at=2),
+    _s("snapshots", "taking the state changes nothing", snapshots=True),
     _s("closure", "step(closure) evaluates it once with gradients on and returns its loss", closure=True),
     _s("two_optimizers", "two optimizers in one process share nothing", twice=True),
     _s("float64", "double precision parameters", dtype="float64"),

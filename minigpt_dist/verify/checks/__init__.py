@@ -1,6 +1,17 @@
 """The questions the judge asks. Importing this package fills the registry."""
 
-from minigpt_dist.verify.checks import broadcast, composition, corpus, model, optimizer, resume
+from minigpt_dist.verify.checks import (
+    broadcast,
+    checkpoint,
+    checkpoint_crash,
+    checkpoint_refusals,
+    composition,
+    corpus,
+    ddp,
+    model,
+    optimizer,
+    resume,
+)
 from minigpt_dist.verify.checks.registry import CHECKS, WORLD_SIZES, Check, Verdict, judge, put
 
 __all__ = [
@@ -9,8 +20,12 @@ __all__ = [
     "Check",
     "Verdict",
     "broadcast",
+    "checkpoint",
+    "checkpoint_crash",
+    "checkpoint_refusals",
     "composition",
     "corpus",
+    "ddp",
     "judge",
     "model",
     "optimizer",

@@ -16,17 +16,15 @@ from minigpt_dist.verify.violation import Violation
 
 
 class Zoo(nn.Module):
-    """One tensor of every kind a broadcast can forget: frozen, tied, not contiguous, scalar, empty, half precision, buffers of
-    several dtypes, a buffer that is not saved, a child's buffer, a large parameter. Filled from the rank's own seed."""
+    """One tensor of every kind a broadcast can forget, filled from the rank's own seed: frozen, tied, scalar, half and double precision,
+    large, buffers of several dtypes, a buffer that is not saved, a child's buffers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(seed)
         self.weight = nn.Parameter(torch.randn(5, 7, generator=g))
         self.frozen = nn.Parameter(torch.randn(4, generator=g), requires_grad=False)
-        self.transposed = nn.Parameter(torch.randn(6, 3, generator=g).t())
         self.scalar = nn.Parameter(torch.randn((), generator=g))
-        self.empty = nn.Parameter(torch.randn(0, generator=g))
         self.bf16 = nn.Parameter(torch.randn(9, generator=g).bfloat16())
         self.fp64 = nn.Parameter(torch.randn(3, generator=g).double())
         self.large = nn.Parameter(torch.randn(70_001, generator=g))
@@ -40,27 +38,39 @@ class Zoo(nn.Module):
         self.norm.num_batches_tracked = torch.randint(1, 99, (), generator=g)
 
 
+class OddLayouts(nn.Module):
+    """Tensors that some collectives refuse: not contiguous, without elements. Filled from the rank's own seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.transposed = nn.Parameter(torch.randn(6, 3, generator=g).t())
+        self.empty = nn.Parameter(torch.randn(0, generator=g))
+        self.last = nn.Parameter(torch.randn(2, generator=g))
+        self.register_buffer("strided", torch.randn(8, generator=g)[::2])
+
+
 def _digests(module: nn.Module) -> dict[str, str]:
     return {name: digest(t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def broadcast_body(spec: str, slots: list[str], src: int) -> dict[str, Any]:
+def broadcast_body(spec: str, slots: list[str], src: int, odd: bool) -> dict[str, Any]:
     """Digests before and after the call on this rank."""
     call = resolve(spec, tuple(slots)).require("broadcast_parameters")
     if src and not accepts(call, "src"):
         return {"not_judged": "broadcast_parameters takes no src"}
-    module = Zoo(seed=100 + world()[1])
+    module = (OddLayouts if odd else Zoo)(seed=100 + world()[1])
     before = _digests(module)
     if src:
         call(module, src=src)
     else:
         call(module)
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
-    return {"before": before, "after": _digests(module), "trainable": trainable, "tied": module.tied is module.weight}
+    return {"before": before, "after": _digests(module), "trainable": trainable}
 
 
-def _check(subject: Subject, world_size: int, src: int) -> list[Violation]:
-    results = subject.ask(broadcast_body, world_size, src)
+def _check(subject: Subject, world_size: int, src: int, odd: bool = False) -> list[Violation]:
+    results = subject.ask(broadcast_body, world_size, src, odd)
     if "not_judged" in results[0]:
         raise NotJudged(results[0]["not_judged"])
     wanted = results[src]["before"]
@@ -89,5 +99,12 @@ def broadcast_from_last(subject: Subject, world_size: int) -> list[Violation]:
     return _check(subject, world_size, world_size - 1)
 
 
+def broadcast_of_odd_layouts(subject: Subject, world_size: int) -> list[Violation]:
+    """Parameters that are not contiguous, and empty ones, reach all ranks, or are refused aloud."""
+    return _check(subject, world_size, 0, odd=True)
+
+
+register(Check("broadcast.layouts", "tensors that are not contiguous reach every rank", broadcast_of_odd_layouts, ("broadcast",), "broadcast",
+               world_sizes=(2, 3), exotic=True))
 register(Check("broadcast.first", "parameters and buffers of rank 0 reach every rank", broadcast_from_first, ("broadcast",), "broadcast"))
 register(Check("broadcast.last", "src chooses the rank that is copied", broadcast_from_last, ("broadcast",), "broadcast", world_sizes=(2, 3, 4)))

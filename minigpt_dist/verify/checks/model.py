@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
 SIZES = ModelConfig()
+# Sizes that differ only in which layers have a bias: qkv, proj, head may have one; the MLP and the LayerNorms may lack theirs.
+BIASES = (2 * 96, 2 * 32, 64, -2 * (128 + 32), -5 * 32)
+NUMELS = {SIZES.numel() + sum(chosen) for k in range(len(BIASES) + 1) for chosen in combinations(BIASES, k)}
 # Float32 logits of order one after two blocks: changes that come from rounding alone stay below 1e-5.
 LOGIT_ABS = 1e-4
 # The functional reference in float64 differs from a correct module by rounding: 1.3e-15 seen.
@@ -60,8 +64,8 @@ def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violati
         return [Violation("change of the last logits when the first token changes", "0", "above 0: attention reaches back", "model")]
     if float((same[:, 0] - same[:, -1]).abs().max()) <= LOGIT_ABS:
         return [Violation("difference between positions of a constant sequence", "0", "above 0: positions are embedded", "model")]
-    if r["numel"] != SIZES.numel():
-        return [Violation("number of parameters", f"{r['numel']:,}", f"{SIZES.numel():,} (2 blocks, embedding 32, biasless projections, untied head)", "model")]
+    if r["numel"] not in (NUMELS if not subject.ours else {SIZES.numel()}):
+        return [Violation("number of parameters", f"{r['numel']:,}", f"{SIZES.numel():,} (2 blocks, embedding 32, untied head), give or take biases", "model")]
     if "double" in r:
         off = float((r["double"] - r["reference"]).abs().max())
         if off > REFERENCE_ABS:

@@ -20,6 +20,7 @@ class Check:
     """One question. `find(subject, world_size)` lists the violations, none if all is well; NotJudged if it cannot be asked.
 
     slots: pieces it is about. stage: whom to blame when the run itself breaks. world_sizes: where it is asked by default.
+    exotic: a condition that an implementation may refuse: an exception is then no violation, a wrong result still is.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Check:
     slots: tuple[str, ...]
     stage: str
     world_sizes: tuple[int, ...] = WORLD_SIZES
+    exotic: bool = False
 
 
 CHECKS: dict[str, Check] = {}
@@ -65,6 +67,8 @@ def put(check: Check, subject: Subject, world_size: int) -> Verdict:
     except NotJudged as reason:
         return Verdict(check.name, world_size, not_judged=str(reason))
     except LaunchError as error:
+        if check.exotic and not subject.ours and isinstance(error, RankError) and error.kind != "MissingPieceError":
+            return Verdict(check.name, world_size, not_judged=f"it refuses: {error.kind}: {error.message}")
         return Verdict(check.name, world_size, (broken_run(error, check.stage),))
 
 

@@ -7,13 +7,15 @@ from minigpt_dist.trace import Record, Trace
 from minigpt_dist.verify.checks.composition import default_config
 from minigpt_dist.verify.checks.registry import Check, broken_run, register
 from minigpt_dist.verify.composition import composed
-from minigpt_dist.verify.subject import Subject
+from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
 
 def resumes_byte_equal(subject: Subject, world_size: int) -> list[Violation]:
     """(d) What is loaded at step 10 equals the snapshot, and each step to 20 the unbroken run: every parameter, buffer and state byte."""
     evidence = composed(subject, default_config(world_size))
+    if isinstance(evidence.resume_error, NotJudged):
+        raise evidence.resume_error
     if isinstance(evidence.resume_error, LaunchError):
         return [broken_run(evidence.resume_error, "load")]
     if evidence.resume_error is not None or evidence.resumed is None:

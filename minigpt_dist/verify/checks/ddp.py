@@ -1,0 +1,94 @@
+"""Does a data-parallel wrapper start all ranks alike and leave the mean gradient in p.grad?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt_dist.verify.adam_oracle import mean_gradient
+from minigpt_dist.verify.checks.registry import Check, register
+from minigpt_dist.verify.ddp_probe import ddp_body
+from minigpt_dist.verify.gradients import initial_value
+from minigpt_dist.verify.scenario import BY_NAME, Scenario
+from minigpt_dist.verify.subject import NotJudged, Subject
+from minigpt_dist.verify.violation import Violation
+
+# The sums over ranks are exact in float32; what is left is one rounding of the division (before or after): 2 ulp.
+GRAD_REL = 2.5e-7
+# torch's own wrapper refuses the last, unless told to look for unused parameters; so may others.
+EXOTIC = frozenset({"transposed", "empty_tensor", "float64", "unused_on_one"})
+ASKED = ("plain", "one_tensor", "many_tensors", "large", "empty_tensor", "transposed", "frozen", "unused", "unused_on_one", "backwards", "float64")
+
+
+def _tensor(raw: bytes, s: Scenario, i: int) -> Tensor:
+    dtype = getattr(torch, s.dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).view(s.shapes[i]) if raw else torch.empty(s.shapes[i], dtype=dtype)
+
+
+def wrapper_averages(subject: Subject, world_size: int, name: str) -> list[Violation]:
+    """Rank 0's parameters everywhere at the start; at each step the mean gradient, on every rank, for every trainable tensor."""
+    s = BY_NAME[name]
+    results = subject.evidence(("ddp", name, world_size), lambda: subject.ask(ddp_body, world_size, s.to_dict()))
+    if "not_judged" in results[0]:
+        raise NotJudged(results[0]["not_judged"])
+    return _start(s, results) + _gradients(s, world_size, results) + _ends(results)
+
+
+def _start(s: Scenario, results: list[dict[str, Any]]) -> list[Violation]:
+    for rank, r in enumerate(results):
+        for i, shape in enumerate(s.shapes):
+            seen, wanted = _tensor(r["start"][i], s, i), initial_value(s.seed, i, shape).to(getattr(torch, s.dtype))
+            if not torch.equal(seen, wanted):
+                hint = "the source itself was changed" if rank == 0 else "construction must copy rank 0's parameters"
+                return [Violation("the parameter after construction", "its own", "rank 0's", "broadcast", step=0, rank=rank, tensor=f"p{i}", hint=hint)]
+    return []
+
+
+def _gradients(s: Scenario, world_size: int, results: list[dict[str, Any]]) -> list[Violation]:
+    for step in range(1, s.steps + 1):
+        for rank, r in enumerate(results):
+            for i in range(len(s.shapes)):
+                found = _wrong_gradient(s, world_size, step, rank, i, r["gradients"][step - 1][i])
+                if found:
+                    return [found]
+    return []
+
+
+def _wrong_gradient(s: Scenario, world_size: int, step: int, rank: int, i: int, raw: bytes | None) -> Violation | None:
+    if i in s.frozen:
+        return None
+    wanted = mean_gradient(s, step, world_size, i)
+    if wanted is None:  # nobody used it: no gradient, or zeros
+        wanted = torch.zeros(s.shapes[i], dtype=torch.float64)
+        raw = raw if raw is not None else bytes(wanted.numel() * getattr(torch, s.dtype).itemsize)
+    if raw is None:
+        return Violation("the gradient", "absent", "the mean over ranks", "reduce", step=step, rank=rank, tensor=f"p{i}")
+    seen = _tensor(raw, s, i).double().flatten()
+    off = (seen - wanted.flatten()).abs() > GRAD_REL * wanted.flatten().abs()
+    off |= ~torch.isfinite(seen)
+    if not bool(off.any()):
+        return None
+    at = int(off.nonzero()[0])
+    ratio = float(seen[at] / wanted.flatten()[at]) if float(wanted.flatten()[at]) else float("nan")
+    hint = f"{ratio:.4g} times the mean" + (": summed, not averaged" if round(ratio, 4) == world_size else "")
+    return Violation("the gradient", f"{float(seen[at]):.9g}", f"{float(wanted.flatten()[at]):.9g}, the mean over ranks", "reduce",
+                     step=step, rank=rank, tensor=f"p{i}", element=at, hint=hint)
+
+
+def _ends(results: list[dict[str, Any]]) -> list[Violation]:
+    for rank, r in enumerate(results):
+        for i, (mine, first) in enumerate(zip(r["end"], results[0]["end"], strict=True)):
+            if mine != first:
+                return [Violation("the parameter after the steps", "its own", "rank 0's, byte for byte", "reduce", rank=rank, tensor=f"p{i}")]
+    return []
+
+
+def _check(name: str) -> Check:
+    return Check(f"ddp.{name}", BY_NAME[name].why, lambda subject, N: wrapper_averages(subject, N, name), ("ddp",), "reduce",
+                 world_sizes=(2, 3, 4), exotic=name in EXOTIC)
+
+
+for _name in ASKED:
+    register(_check(_name))

@@ -1,0 +1,43 @@
+"""The data-parallel probe: gradients of the judge's choice through an implementation's wrapper; what is in p.grad afterwards.
+
+Owns the rank's side. The right answer is the mean over ranks, which `adam_oracle.mean_gradient` writes out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minigpt_dist.parallel.collectives import world
+from minigpt_dist.trace import tensor_bytes
+from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.linear_probe import LinearModel, weights_for
+from minigpt_dist.verify.plug import build_wrapper, finish
+from minigpt_dist.verify.scenario import Scenario
+
+
+def ddp_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str, Any]:
+    """Parameters after construction over differently filled models, then the gradients of each step; SGD moves the parameters."""
+    impl = resolve(spec, tuple(slots))
+    if "DistributedDataParallel" not in impl.names:
+        return {"not_judged": "there is no data-parallel wrapper"}
+    s = Scenario.from_dict(scenario)
+    N, rank = world()
+    model = LinearModel(s, s.seed + rank)
+    wrapper = build_wrapper(impl, model)
+    start = [tensor_bytes(p) for p in model.params]
+    gradients = []
+    for step in range(1, s.steps + 1):
+        model.zero_grad()
+        for part in range(s.backwards):
+            weights = weights_for(s, step, rank, part, N)
+            loss = wrapper([None if w is None else w.to(p.dtype) for w, p in zip(weights, model.params, strict=True)])
+            loss.backward()
+            finish(impl, wrapper)
+        gradients.append([None if p.grad is None else tensor_bytes(p.grad.to(p.dtype)) for p in model.params])
+        with torch.no_grad():
+            for p in model.params:
+                if p.grad is not None:
+                    p.sub_(p.grad * 0.125)
+    return {"start": start, "gradients": gradients, "end": [tensor_bytes(p) for p in model.params]}

@@ -1,0 +1,258 @@
+"""Faults of cutting and joining: who owns which element, what is padding, whose slice goes where."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minigpt_dist.verify.faults.base import LessonZero
+from minigpt_dist.verify.faults.catalogue import Names, fault
+
+NO_PADDING = ((1, "there is no padding"),)
+
+
+@fault(source="the lesson's own padding, off by one", needs="P not divisible by N", check="optimizer.remainder_one", stage="reduce", step=1, tensor="p0",
+       green=("optimizer.divisible",), equivalent=NO_PADDING)
+def last_element_gets_the_pad() -> Names:
+    """The slice that ends in padding loses its last real element's gradient."""
+
+    class Zero(LessonZero):
+        def flat_grads(self) -> Tensor:
+            flat = super().flat_grads()
+            if flat.numel() > self.total:
+                flat[self.total - 1] = 0
+            return flat
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="P // N in place of a ceiling", needs="P not divisible by N", check="optimizer.remainder_one", stage="optimizer", step=1, tensor="p0",
+       green=("optimizer.divisible",), equivalent=NO_PADDING)
+def remainder_never_updated() -> Names:
+    """Slices have P // N elements; what remains at the end belongs to nobody."""
+
+    class Zero(LessonZero):
+        def padded(self, parts: list[Tensor]) -> Tensor:
+            self.chunk = self.total // self.world_size
+            return torch.cat([t.detach().float().flatten() for t in parts])[: self.chunk * self.world_size]
+
+        def write_back(self, flat: Tensor) -> None:
+            rest = torch.cat([p.detach().float().flatten() for p in self.params()])[flat.numel() :]
+            super().write_back(torch.cat([flat, rest]))
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="slicing with flat[:-pad]", needs="P divisible by N", check="optimizer.divisible", stage="optimizer", green=("optimizer.remainder_one",))
+def no_padding_means_everything_is_padding() -> Names:
+    """The padding is cut off by flat[:-pad], which is empty where pad is 0."""
+
+    class Zero(LessonZero):
+        def gather(self) -> Tensor:
+            return super().gather()[: -(self.chunk * self.world_size - self.total)]
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="pytorch/pytorch#108869", needs="more ranks than parameters", check="optimizer.tiny", stage="optimizer", green=("optimizer.plain",),
+       equivalent=((1, "every rank owns something"),))
+def more_ranks_than_parameters() -> Names:
+    """A rank whose slice is all padding raises."""
+
+    class Zero(LessonZero):
+        def cut(self, flat: Tensor) -> Tensor:
+            if self.rank * self.chunk >= self.total:
+                raise IndexError(f"rank {self.rank} owns no parameter")
+            return super().cut(flat)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="pytorch/pytorch#108869, the waiting form", needs="more ranks than parameters", check="optimizer.tiny", stage="gather",
+       green=("optimizer.plain",), equivalent=((1, "every rank owns something"),))
+def empty_rank_skips_the_exchange() -> Names:
+    """A rank that owns nothing does not come to the gather, and the others wait."""
+
+    class Zero(LessonZero):
+        def gather(self) -> Tensor:
+            if self.rank * self.chunk >= self.total:
+                return torch.zeros(self.chunk * self.world_size)
+            return super().gather()
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="offset counted twice", needs="nothing", check="optimizer.plain", stage="reduce", step=1, tensor="p0", green=("param_norms",))
+def gradients_shifted_by_one() -> Names:
+    """The flat gradient is one element ahead of the flat parameters."""
+
+    class Zero(LessonZero):
+        def flat_grads(self) -> Tensor:
+            flat = super().flat_grads()
+            return torch.cat([flat[1:], flat.new_zeros(1)]) if flat.numel() else flat
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="reversed parameter order in one of two places (DDP buckets are reversed)", needs="more than one tensor", check="optimizer.plain",
+       stage="reduce", step=1, tensor="p0", green=("optimizer.tiny", "param_norms"))
+def gradients_in_reversed_order() -> Names:
+    """Gradients are laid out in reversed parameter order, parameters in declaration order."""
+
+    class Zero(LessonZero):
+        def flat_grads(self) -> Tensor:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params()]
+            flat = torch.cat([t.detach().float().flatten() for t in grads]).flip(0)
+            return torch.cat([flat, flat.new_zeros(self.chunk * self.world_size - flat.numel())])
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="NVIDIA/Megatron-LM#663, NVIDIA/Megatron-LM#565", needs="more than one tensor", check="optimizer.plain", stage="optimizer", step=1, tensor="p5",
+       green=("optimizer.one_tensor", "param_norms"))
+def parameter_outside_the_flat_buffer() -> Names:
+    """Scalars are not put into the flat buffer, and so never updated."""
+
+    class Zero(LessonZero):
+        def params(self) -> Iterator[nn.Parameter]:
+            everything = list(super().params())
+            return (p for p in everything if p.dim() > 0 or len(everything) <= 2)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="loops that end at the first empty tensor", needs="a tensor without elements", check="optimizer.empty_tensor", stage="optimizer", step=1,
+       tensor="p2", green=("optimizer.plain",))
+def stops_at_an_empty_tensor() -> Names:
+    """Parameters after one without elements are left out."""
+
+    class Zero(LessonZero):
+        def params(self) -> Iterator[nn.Parameter]:
+            for p in super().params():
+                if not p.numel():
+                    return
+                yield p
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="bucket caps in elements", needs="a tensor of more than 65,536 elements", check="optimizer.large", stage="optimizer", step=1, tensor="p0",
+       green=("optimizer.plain", "param_norms"))
+def only_the_first_bucket_is_updated() -> Names:
+    """Of a slice, only the first 32,768 elements are updated."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            whole, self.master = self.master, self.master[:32_768]
+            super().apply(first[:32_768], second[:32_768])
+            self.master = whole
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="NVIDIA/Megatron-LM#950, overlapped parameter gather", needs="nothing", check="optimizer.plain", stage="gather", step=1, tensor="p0",
+       green=("param_norms",))
+def gathered_before_the_update() -> Names:
+    """The gather is started before the update has been written: parameters are one step late."""
+
+    class Zero(LessonZero):
+        def step(self) -> None:
+            self.step_count += 1
+            grad, old = self.reduce(), self.gather().clone()
+            self.update(grad)
+            self.write_back(old)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="the all-gather forgotten", needs="more than one rank", check="optimizer.plain", stage="gather", step=1, tensor="p0",
+       equivalent=((1, "there is nothing to gather"),))
+def nothing_is_gathered() -> Names:
+    """Each rank writes back its own slice only; the others keep their old values there."""
+
+    class Zero(LessonZero):
+        def gather(self) -> Tensor:
+            flat = self.flat_params()
+            flat[self.rank * self.chunk : (self.rank + 1) * self.chunk] = self.master
+            return flat
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="loops over range(world_size - 1)", needs="more than one rank", check="optimizer.plain", stage="gather", step=1, rank=0, world_size=3,
+       equivalent=((1, "there is nothing to gather"),))
+def last_slice_not_gathered() -> Names:
+    """The last rank's slice reaches nobody else."""
+
+    class Zero(LessonZero):
+        def gather(self) -> Tensor:
+            flat = super().gather()
+            last = (self.world_size - 1) * self.chunk
+            if self.rank < self.world_size - 1:
+                flat[last:] = self.flat_params()[last:]
+            return flat
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="deepspeedai/DeepSpeed#5283", needs="more than one rank", check="optimizer.plain", stage="gather", step=1, tensor="p0", world_size=3,
+       green=("param_norms",), equivalent=((1, "one slice is in order"),))
+def slices_joined_in_reverse() -> Names:
+    """The gathered slices are joined from the last rank to the first."""
+
+    class Zero(LessonZero):
+        def gather(self) -> Tensor:
+            return torch.cat(list(super().gather().split(self.chunk))[::-1])
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="deepspeedai/DeepSpeed#5283, names sorted as text", needs="eleven ranks: rank10 sorts before rank2", check="optimizer.plain", stage="gather",
+       step=1, world_size=11, green=("param_norms",), equivalent=tuple((N, "up to ten ranks sort alike as text and as numbers") for N in range(1, 11)))
+def slices_joined_as_text() -> Names:
+    """The gathered slices are joined in the order of their names, sorted as text."""
+
+    class Zero(LessonZero):
+        def gather(self) -> Tensor:
+            named = {f"rank{r}": part for r, part in enumerate(super().gather().split(self.chunk))}
+            return torch.cat([named[name] for name in sorted(named)])
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="TrainCheck N1, Lightning-AI issue AC-2665: an optimizer built before wrapping", needs="nothing", check="optimizer.plain", stage="gather",
+       step=1, tensor="p0", green=("param_norms",))
+def optimizer_on_copies_of_the_parameters() -> Names:
+    """The optimizer holds a deep copy of the module; the module that is trained never changes."""
+
+    class Zero(LessonZero):
+        def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
+            super().__init__(copy.deepcopy(module), *args, **options)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="hard-coded torch.float32 receive buffers", needs="float64 parameters", check="optimizer.float64", stage="gather",
+       green=("optimizer.plain",), equivalent=((1, "nothing is received"),))
+def receive_buffers_of_the_wrong_type() -> Names:
+    """State follows the parameters' type, but the gather receives into float32."""
+
+    class Zero(LessonZero):
+        def padded(self, parts: list[Tensor]) -> Tensor:
+            dtype = next((p.dtype for p in self.params()), torch.float32)
+            flat = torch.cat([t.detach().to(dtype).flatten() for t in parts])
+            return torch.cat([flat, flat.new_zeros(self.chunk * self.world_size - flat.numel())])
+
+        def gather(self) -> Tensor:
+            if self.world_size == 1:
+                return self.master
+            parts = [torch.empty(self.chunk) for _ in range(self.world_size)]
+            dist.all_gather(parts, self.master)
+            return torch.cat(parts)
+
+    return {"ZeroOptimizer": Zero}

@@ -1,0 +1,169 @@
+"""Faults of what users set: learning-rate edits, parameter groups, closures, frozen parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minigpt_dist.verify.faults.base import LessonZero
+from minigpt_dist.verify.faults.catalogue import Names, fault
+from minigpt_dist.verify.faults.grouped import GroupedZero
+
+Closure = Callable[[], float] | None
+
+
+@fault(source="huggingface/transformers, schedulers over wrapped optimizers", needs="an edit of the learning rate", check="optimizer.lr_edit",
+       stage="optimizer", step=2, tensor="p0", green=("optimizer.plain", "param_norms"))
+def lr_edits_ignored() -> Names:
+    """The learning rate is read once, at construction."""
+
+    class Zero(LessonZero):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._lr = self.lr
+
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            self.master.addcdiv_(first, second.sqrt().add_(self.eps), value=-self._lr)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="tenstorrent/tt-metal#54320, without the restart", needs="an edit of the learning rate", check="optimizer.lr_edit", stage="optimizer", step=2,
+       tensor="p0", green=("optimizer.plain", "param_norms"))
+def lr_edits_one_step_late() -> Names:
+    """The learning rate of a step is the one that was set before the last step ended."""
+
+    class Zero(LessonZero):
+        def step(self) -> None:
+            now = self.lr
+            self.lr = getattr(self, "_next", now)
+            super().step()
+            self.lr = self._next = now
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="options of groups flattened into one", needs="a group with a learning rate of its own", check="optimizer.groups_lr", stage="optimizer", step=1,
+       tensor="p1", green=("optimizer.plain", "optimizer.lr_edit"))
+def group_learning_rates_ignored() -> Names:
+    """All groups are updated with the first group's learning rate."""
+
+    class Zero(GroupedZero):
+        def update(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+            super().update(p, grad, {**group, "lr": self.param_groups[0]["lr"]})
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="options of groups flattened into one", needs="a group without decay", check="optimizer.groups_decay", stage="optimizer", step=1, tensor="p0",
+       green=("optimizer.plain", "optimizer.weight_decay"))
+def group_decay_ignored() -> Names:
+    """All groups decay as the first one does."""
+
+    class Zero(GroupedZero):
+        def update(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+            super().update(p, grad, {**group, "weight_decay": self.param_groups[0]["weight_decay"]})
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="pytorch/pytorch, ZeroRedundancyOptimizer.add_param_group", needs="a group added after construction", check="optimizer.late_group",
+       stage="optimizer", step=2, tensor="p5", green=("optimizer.plain", "optimizer.groups_lr"))
+def late_group_never_optimized() -> Names:
+    """add_param_group is accepted, but step() goes through the groups of the beginning."""
+
+    class Zero(GroupedZero):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._first = len(self.param_groups)
+
+        def members(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+            known = self.param_groups[: self._first]
+            return ((group, p) for group in known for p in group["params"] if p.requires_grad)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="step(closure=None) copied without the call", needs="a closure", check="optimizer.closure", stage="gather", step=1, tensor="p0",
+       green=("optimizer.plain",))
+def closure_never_called() -> Names:
+    """step() takes a closure and does not evaluate it."""
+
+    class Zero(GroupedZero):
+        def evaluate(self, closure: Closure) -> float | None:
+            return None
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="a closure evaluated for the loss and again for the gradient", needs="a closure", check="optimizer.closure", stage="backward", step=1,
+       tensor="p0", green=("optimizer.plain",))
+def closure_called_twice() -> Names:
+    """The closure is evaluated twice: its gradients add up."""
+
+    class Zero(GroupedZero):
+        def evaluate(self, closure: Closure) -> float | None:
+            super().evaluate(closure)
+            return super().evaluate(closure)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="step() under @torch.no_grad() with a closure inside", needs="a closure", check="optimizer.closure", stage="optimizer",
+       green=("optimizer.plain",))
+def closure_without_gradients() -> Names:
+    """The closure runs inside no_grad, where backward cannot."""
+
+    class Zero(GroupedZero):
+        def evaluate(self, closure: Closure) -> float | None:
+            return None if closure is None else closure()
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="step() without a return", needs="a closure", check="optimizer.closure", stage="optimizer", step=1, rank=0, green=("optimizer.plain",))
+def closure_loss_not_returned() -> Names:
+    """step(closure) returns None."""
+
+    class Zero(GroupedZero):
+        def evaluate(self, closure: Closure) -> float | None:
+            super().evaluate(closure)
+            return None
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="TrainCheck C7, open-mmlab/mmpretrain#702: frozen stages that train", needs="a frozen parameter, weight decay or not", check="optimizer.frozen",
+       stage="optimizer", step=1, tensor="p1", green=("optimizer.plain",))
+def frozen_parameters_are_updated() -> Names:
+    """requires_grad is not looked at: noise in the buffer moves frozen parameters."""
+
+    class Zero(LessonZero):
+        def params(self) -> Iterator[nn.Parameter]:
+            return self.module.parameters()
+
+        def flat_grads(self) -> Tensor:
+            return self.padded([torch.full_like(p, 1e-3) if p.grad is None else p.grad for p in self.params()])
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="NVIDIA/Megatron-LM#656, tied weights reduced once for each name", needs="a tied parameter", check="optimizer.tied", stage="reduce", step=1,
+       tensor="p1", green=("optimizer.plain",), equivalent=((1, "a sum over one rank changes nothing"),))
+def tied_parameter_reduced_twice() -> Names:
+    """Gradients are summed over ranks in place, name by name: a tensor with two names is summed twice."""
+
+    class Zero(LessonZero):
+        def reduce(self) -> Tensor:
+            for p in self.module.state_dict(keep_vars=True).values():
+                if isinstance(p, nn.Parameter) and p.requires_grad and self.world_size > 1:
+                    whole = torch.zeros_like(p) if p.grad is None else p.grad
+                    dist.all_reduce(whole := whole.contiguous())
+                    p.grad = whole
+            return self.cut(self.flat_grads()) / self.world_size
+
+    return {"ZeroOptimizer": Zero}

@@ -1,0 +1,297 @@
+"""Faults of the update itself: moments, bias correction, eps, decay, precision of the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt_dist.verify.faults.base import LessonZero
+from minigpt_dist.verify.faults.catalogue import Names, fault
+
+ALIKE = ("param_norms", "optimizer_bytes")
+
+
+@fault(source="NVIDIA/Megatron-LM#5976", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0", green=ALIKE)
+def dummy_step_counts() -> Names:
+    """State is made by a dummy step that already counts, so the first update is corrected as the second."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            self.step_count += 1
+            super().update(grad)
+            self.step_count -= 1
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="counting after the update", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0")
+def first_step_counts_as_zero() -> Names:
+    """The counter moves after the update: 1 - beta**0 is a division by zero at the first step."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            self.step_count -= 1
+            beta1, beta2 = self.betas
+            self.exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+            self.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            done = torch.tensor(float(self.step_count))
+            self.apply(self.exp_avg / (1 - beta1**done), self.exp_avg_sq / (1 - beta2**done))
+            self.step_count += 1
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="deepspeedai/DeepSpeed#1823", needs="a shard processed in chunks, at an early step", check="optimizer.plain", stage="optimizer", step=1,
+       tensor="p0", green=ALIKE)
+def shared_step_counter_across_subgroups() -> Names:
+    """The shard is updated in two chunks, and one shared counter moves with each: the second chunk is corrected as of a later step."""
+
+    class Zero(LessonZero):
+        calls = 0
+
+        def update(self, grad: Tensor) -> None:
+            whole, half = (self.master, self.exp_avg, self.exp_avg_sq), self.master.numel() // 2
+            count = self.step_count
+            for part in (slice(0, half), slice(half, None)):
+                self.calls += 1
+                self.step_count = self.calls
+                self.master, self.exp_avg, self.exp_avg_sq = (t[part] for t in whole)
+                super().update(grad[part])
+            (self.master, self.exp_avg, self.exp_avg_sq), self.step_count = whole, count
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="Oneflow-Inc/oneflow#5960", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0", green=ALIKE)
+def bias_correction_default_off() -> Names:
+    """The moments are used without bias correction."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            super().apply(self.exp_avg, self.exp_avg_sq)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="Adam from scratch, one correction forgotten", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0", green=ALIKE)
+def second_moment_not_corrected() -> Names:
+    """Only the first moment is corrected for its bias."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            super().apply(first, self.exp_avg_sq.clone())
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="PyTorch forum, Adam from scratch", needs="gradients near Adam's eps", check="optimizer.plain", stage="optimizer", step=1, tensor="p0",
+       green=ALIKE)
+def eps_inside_the_root() -> Names:
+    """eps is added to the second moment before the root is taken."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            self.master.addcdiv_(first, (second + self.eps).sqrt_(), value=-self.lr)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="fused kernels with a compiled-in eps", needs="an eps other than 1e-8", check="optimizer.large_eps", stage="optimizer", step=1, tensor="p0",
+       green=("optimizer.plain", *ALIKE))
+def eps_option_ignored() -> Names:
+    """eps is 1e-8 whatever is asked for."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            self.master.addcdiv_(first, second.sqrt().add_(1e-8), value=-self.lr)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="betas given as (beta2, beta1)", needs="two steps", check="optimizer.plain", stage="optimizer", step=2, tensor="p0", green=ALIKE)
+def betas_exchanged() -> Names:
+    """beta1 and beta2 change places."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            self.betas = self.betas[::-1]
+            super().update(grad)
+            self.betas = self.betas[::-1]
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="options that are accepted and dropped", needs="betas other than the defaults", check="optimizer.betas", stage="optimizer", step=2, tensor="p0",
+       green=("optimizer.plain", *ALIKE))
+def betas_ignored() -> Names:
+    """betas are (0.9, 0.999) whatever is asked for."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            self.betas = (0.9, 0.999)
+            super().update(grad)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="state made inside step()", needs="two steps", check="optimizer.plain", stage="optimizer", step=2, tensor="p0", green=("param_norms",))
+def moments_forgotten_each_step() -> Names:
+    """Both moments start from zero at every step."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            self.exp_avg.zero_()
+            self.exp_avg_sq.zero_()
+            super().update(grad)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="zeros reused for both moments", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0")
+def moments_share_memory() -> Names:
+    """exp_avg and exp_avg_sq are one tensor."""
+
+    class Zero(LessonZero):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.exp_avg_sq = self.exp_avg
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="amsgrad left on", needs="a gradient that becomes smaller", check="optimizer.betas", stage="optimizer", tensor="p0",
+       green=("optimizer.no_memory", "param_norms"))
+def amsgrad_always_on() -> Names:
+    """The largest second moment so far is used."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            top = getattr(self, "_top", self.exp_avg_sq.clone())
+            self._top = torch.maximum(top, self.exp_avg_sq)
+            super().apply(first, self._top / (1 - self.betas[1] ** self.step_count))
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="gradient ascent: the sign of the update", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0",
+       green=("param_norms",))
+def sign_of_the_update() -> Names:
+    """The update is added instead of subtracted."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            super().apply(-first, second)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="linear scaling rule applied inside the optimizer", needs="more than one rank", check="optimizer.plain", stage="optimizer", step=1, tensor="p0",
+       green=("param_norms",), equivalent=((1, "a factor of one"),))
+def lr_scaled_by_world_size() -> Names:
+    """The learning rate is multiplied by the number of ranks."""
+
+    class Zero(LessonZero):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.lr *= self.world_size
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="options that are accepted and dropped", needs="weight decay", check="optimizer.weight_decay", stage="optimizer", step=1, tensor="p0",
+       green=("optimizer.plain", *ALIKE))
+def weight_decay_ignored() -> Names:
+    """weight_decay has no effect."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            self.weight_decay = 0.0
+            super().update(grad)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="decay in the loop and in the optimizer", needs="weight decay", check="optimizer.weight_decay", stage="optimizer", step=1, tensor="p0",
+       green=("optimizer.plain", *ALIKE))
+def weight_decay_twice() -> Names:
+    """Parameters are decayed before and after the update."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            super().update(grad)
+            self.master.mul_(1 - self.lr * self.weight_decay)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="AdamW from scratch: p -= wd * p", needs="weight decay", check="optimizer.weight_decay", stage="optimizer", step=1, tensor="p0",
+       green=("optimizer.plain", *ALIKE))
+def weight_decay_without_lr() -> Names:
+    """Decay is not multiplied by the learning rate."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            self.master.mul_((1 - self.weight_decay) / (1 - self.lr * self.weight_decay))
+            super().update(grad)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="decay exemption built in and not documented", needs="weight decay, a vector", check="optimizer.weight_decay", stage="optimizer", step=1,
+       tensor="p1", green=("optimizer.plain", *ALIKE))
+def weight_decay_spares_vectors() -> Names:
+    """Biases, norms and scalars are not decayed, although nobody asked for that."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            matrix = self.cut(self.padded([torch.full_like(p, float(p.dim() > 1)) for p in self.params()]))
+            self.master.div_(1 - self.lr * self.weight_decay).mul_(1 - self.lr * self.weight_decay * matrix)
+            super().update(grad)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="NVIDIA/Model-Optimizer#2322", needs="parameters near one, small updates", check="optimizer.plain", stage="optimizer", tensor="p0",
+       green=("param_norms",))
+def master_in_bfloat16() -> Names:
+    """The master copy is rounded to bfloat16 after each update."""
+
+    class Zero(LessonZero):
+        def update(self, grad: Tensor) -> None:
+            super().update(grad)
+            self.master = self.master.bfloat16().float()
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="half-precision optimizer state to save memory", needs="gradients with more than 8 significant bits", check="optimizer.plain",
+       stage="optimizer", step=1, tensor="p0", green=("param_norms",))
+def moments_in_bfloat16() -> Names:
+    """The moments are kept in bfloat16."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            for moment in (self.exp_avg, self.exp_avg_sq):
+                moment.copy_(moment.bfloat16())
+            beta1, beta2 = self.betas
+            super().apply(self.exp_avg / (1 - beta1**self.step_count), self.exp_avg_sq / (1 - beta2**self.step_count))
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(source="an optimizer re-created when buckets are rebuilt (torch DDP rebuilds after its first backward)", needs="more than eight steps",
+       check="optimizer.long", stage="optimizer", step=9, tensor="p0", green=("optimizer.plain",))
+def state_dropped_at_a_rebuild() -> Names:
+    """Once, after eight steps, everything is rebuilt, and moments and count start anew."""
+
+    class Zero(LessonZero):
+        def step(self) -> None:
+            if self.step_count == 8 and not hasattr(self, "_rebuilt"):
+                self._rebuilt, self.step_count = True, 0
+                self.exp_avg.zero_()
+                self.exp_avg_sq.zero_()
+            super().step()
+
+    return {"ZeroOptimizer": Zero}

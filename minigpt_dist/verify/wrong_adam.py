@@ -1,0 +1,274 @@
+"""Adam with one mistake: the trajectory an optimizer would show if it were wrong in one well-known way.
+
+Owns the simulation: one process, float64, all trainable parameters as one flat vector, stopped as soon as it no longer fits what was seen.
+Leaves the list of mistakes to `mistakes.py`. A diagnosis only: no verdict depends on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minigpt_dist.verify.gradients import initial_value, rank_gradient
+from minigpt_dist.verify.scenario import Scenario
+
+FIT = 2e-5  # a wrong formula that fits what was seen leaves only float32 rounding; the bound for right ones is a fifth of it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainable parameters of a scenario as one vector of P elements, laid out in declaration order and cut evenly over N ranks.
+
+    tensor: which tensor each element belongs to. owner: the rank whose slice holds it. start: values before training.
+    """
+
+    scenario: Scenario
+    world_size: int
+    tensors: tuple[int, ...]
+    tensor: Tensor
+    owner: Tensor
+    start: Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def chunk(self) -> int:
+        """Elements a rank owns, the last one's padding included."""
+        return -(-self.numel // self.world_size)
+
+    def flatten(self, values: Sequence[Tensor]) -> Tensor:
+        """The trainable ones of `values`, which holds every tensor of the scenario, as one float64 vector."""
+        return torch.cat([values[i].detach().double().reshape(-1) for i in self.tensors]) if self.tensors else torch.zeros(0).double()
+
+    def option(self, name: str, base: float) -> Tensor:
+        """An option of each element: the scenario's own for some tensors, `base` elsewhere."""
+        result = torch.full((self.numel,), base, dtype=torch.float64)
+        for tensor, option, value in self.scenario.groups:
+            if option == name:
+                result[self.tensor == tensor] = base * value if name == "lr" else value
+        return result
+
+
+@functools.lru_cache(maxsize=64)
+def layout(s: Scenario, world_size: int) -> Layout:
+    """The layout of a scenario; remembered."""
+    tensors = tuple(i for i in range(len(s.shapes)) if i not in s.frozen)
+    numels = [math.prod(s.shapes[i]) for i in tensors]
+    total = sum(numels)
+    starts = [initial_value(s.seed, i, s.shapes[i]).reshape(-1) for i in tensors]
+    return Layout(
+        s, world_size, tensors,
+        torch.repeat_interleave(torch.tensor(tensors, dtype=torch.long), torch.tensor(numels, dtype=torch.long)),
+        torch.arange(total) // max(-(-total // world_size), 1),
+        torch.cat(starts) if starts else torch.zeros(0, dtype=torch.float64),
+    )
+
+
+@functools.lru_cache(maxsize=128)
+def _local(s: Scenario, world_size: int, step: int, part: int) -> Tensor:
+    """(N, P): what backward number `part` of `step` gives on each rank, zeros where a rank gets nothing."""
+    rows = []
+    for rank in range(world_size):
+        off = s.without_gradient(step, rank, world_size)
+        row = [
+            (rank_gradient(s.seed, i, s.shapes[i], step, rank, part) if i not in off else torch.zeros(s.shapes[i], dtype=torch.float64)).reshape(-1)
+            for i in layout(s, world_size).tensors
+        ]
+        rows.append(torch.cat(row) if row else torch.zeros(0, dtype=torch.float64))
+    return torch.stack(rows)
+
+
+@dataclass
+class Step:
+    """What a mistake may look at: gradients of all ranks at one step. `rank` is who looks; `kept` (N, P) what earlier steps left to add."""
+
+    layout: Layout
+    step: int
+    rank: int
+    kept: Tensor
+    earlier: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """(N, P) of each backward of this step."""
+        s = self.layout.scenario
+        return [_local(s, self.layout.world_size, self.step, part) for part in range(s.backwards)]
+
+    @property
+    def local(self) -> Tensor:
+        """(N, P): each rank's own gradient, all backwards added."""
+        total = self.kept
+        for part in self.parts:
+            total = total + part
+        return total
+
+    @property
+    def mean(self) -> Tensor:
+        return self.local.mean(0)
+
+    @property
+    def owners(self) -> Tensor:
+        """(P,): for each element, the gradient of the rank that owns it."""
+        return self.local.gather(0, self.layout.owner.clamp(max=self.layout.world_size - 1)[None])[0]
+
+
+@dataclass
+class State:
+    """Adam's state over the flat vector: parameters, moments, and the count of updates of each element."""
+
+    p: Tensor
+    first: Tensor
+    second: Tensor
+    count: Tensor
+    factor: float = 1.0
+    notes: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong optimizer: `stage` to blame, `hint` for the reader, and what it does instead.
+
+    grad: what is used in place of the mean gradient. clip: the factor, (P,) or scalar, in place of the global one. alone: each rank
+    updates all parameters itself, so that ranks differ. Other fields change one part of the update each.
+    """
+
+    stage: str
+    hint: str
+    grad: Callable[[Step], Tensor] = lambda x: x.mean
+    clip: Callable[[Step, Tensor, float], Tensor | float] | None = None
+    alone: bool = False
+    count: Callable[[Tensor], Tensor] = lambda t: t
+    correct_first: bool = True
+    correct_second: bool = True
+    eps_inside: bool = False
+    eps: float | None = None
+    betas: Callable[[tuple[float, float]], tuple[float, float]] = lambda b: b
+    lr: Callable[[float, int], float] = lambda lr, N: lr
+    edits: str = "now"
+    groups: bool = True
+    decay: Callable[[Tensor, Layout], Tensor] = lambda d, x: d
+    decay_times_lr: bool = True
+    square: Callable[[Tensor], Tensor] = lambda g: g * g
+    amsgrad: bool = False
+    accumulate: Callable[[Layout], Tensor] | None = None
+    reload: Callable[[State], None] | None = None
+    round_master: torch.dtype | None = None
+    round_moments: torch.dtype | None = None
+    forget_moments: bool = False
+    stale: bool = False
+
+
+RIGHT = Mistake("optimizer", "")
+
+
+class Simulation:
+    """One mistake on one scenario, seen from one rank, a step at a time; wrong from step `since` on.
+
+    absent_as_zero: a parameter that no rank used counts as one with a gradient of zero, instead of being skipped.
+    """
+
+    def __init__(self, mistake: Mistake, at: Layout, rank: int, since: int = 1, absent_as_zero: bool = False) -> None:
+        self.mistake, self.at, self.rank, self.since, self.absent_as_zero = mistake, at, rank, since, absent_as_zero
+        self.state = State(at.start.clone(), torch.zeros_like(at.start), torch.zeros_like(at.start), torch.zeros_like(at.start))
+        self.kept = torch.zeros(at.world_size, at.numel, dtype=torch.float64)
+        self.earlier: Tensor | None = None
+        self.step = 0
+
+    def advance(self) -> Tensor:
+        """The parameters (P,) after the next step, as they would be seen."""
+        self.step += 1
+        s, m = self.at.scenario, self.mistake if self.step >= self.since else RIGHT
+        before = self.state.p.clone()
+        now = Step(self.at, self.step, self.rank, self._kept(m), self.earlier)
+        used = m.grad(now)
+        self._update(m, used * self._clip(m, now, used), self._active())
+        self.kept, self.earlier = now.local, now.local
+        if m.reload and self.step == s.reload_at:
+            m.reload(self.state)
+        return before if m.stale else self.state.p
+
+    def _kept(self, m: Mistake) -> Tensor:
+        s = self.at.scenario
+        if self.step in s.keep_grads_before:
+            return self.kept
+        if m.accumulate is not None:
+            return self.kept * m.accumulate(self.at)
+        return torch.zeros_like(self.kept)
+
+    def _active(self) -> Tensor:
+        """Which elements take part: those of a tensor that some rank used, and that has joined."""
+        s, N = self.at.scenario, self.at.world_size
+        idle = frozenset.intersection(*(s.without_gradient(self.step, r, N) for r in range(N)))
+        if self.absent_as_zero:
+            idle = frozenset()
+        if s.late and self.step == 1:
+            idle |= {len(s.shapes) - 1}
+        return torch.isin(self.at.tensor, torch.tensor(sorted(idle), dtype=torch.long), invert=True)
+
+    def _clip(self, m: Mistake, now: Step, used: Tensor) -> Tensor | float:
+        limit = self.at.scenario.max_norm
+        if not limit:
+            return 1.0
+        if m.clip is not None:
+            return m.clip(now, used, limit)
+        return min(limit / (float(used.norm()) + 1e-6), 1.0)
+
+    def _lr(self, m: Mistake) -> Tensor:
+        s = self.at.scenario
+        late = 1 if m.edits == "late" else 0
+        if m.edits != "ignored":
+            self.state.factor *= math.prod(f for step, f in s.lr_at if step + late == self.step)
+        base = m.lr(s.lr * self.state.factor, self.at.world_size)
+        return self.at.option("lr", base) if m.groups else torch.full_like(self.at.start, base)
+
+    def _update(self, m: Mistake, g: Tensor, active: Tensor) -> None:
+        s, x = self.at.scenario, self.state
+        (beta1, beta2), eps = m.betas(s.betas), s.eps if m.eps is None else m.eps
+        lr = self._lr(m)
+        decay = m.decay(self.at.option("weight_decay", s.weight_decay) if m.groups else torch.full_like(g, s.weight_decay), self.at)
+        count = x.count + active
+        t = m.count(count).clamp(min=0)
+        old = (torch.zeros_like(g),) * 2 if m.forget_moments else (x.first, x.second)
+        first, second = beta1 * old[0] + (1 - beta1) * g, beta2 * old[1] + (1 - beta2) * m.square(g)
+        if m.round_moments:
+            first, second = first.to(m.round_moments).double(), second.to(m.round_moments).double()
+        v = second
+        if m.amsgrad:
+            v = x.notes["top"] = torch.maximum(second, x.notes.get("top", second))
+        c1 = 1 - beta1**t if m.correct_first else torch.ones_like(t)
+        c2 = 1 - beta2**t if m.correct_second else torch.ones_like(t)
+        v = v / c2
+        root = (v + eps).sqrt() if m.eps_inside else v.sqrt() + eps
+        p = x.p * (1 - (lr if m.decay_times_lr else 1) * decay) - lr * (first / c1) / root
+        if m.round_master:
+            p = p.to(m.round_master).double()
+        for name, new in (("p", p), ("first", first), ("second", second), ("count", count)):
+            setattr(x, name, torch.where(active, new, getattr(x, name)))
+
+
+def steps_fitting(m: Mistake, at: Layout, seen: Sequence[Sequence[Tensor]], since: int = 1) -> int:
+    """For how many steps from the first `m` reproduces what every rank showed; `seen[rank][step]` are flat vectors (P,)."""
+    ranks = range(len(seen)) if m.alone else (0,)
+    readings = (False, True) if at.scenario.absent else (False,)
+    return max(_fitting([Simulation(m, at, rank, since, zero) for rank in ranks], m.alone, seen) for zero in readings)
+
+
+def _fitting(runs: Sequence[Simulation], alone: bool, seen: Sequence[Sequence[Tensor]]) -> int:
+    for step in range(1, len(seen[0])):
+        shown = [run.advance() for run in runs]
+        for rank, values in enumerate(seen):
+            if not fits(shown[rank if alone else 0], values[step]):
+                return step - 1
+    return len(seen[0]) - 1
+
+
+def fits(a: Tensor, b: Tensor) -> bool:
+    """Are both equal within float32 rounding, element by element? NaN equals NaN here."""
+    return bool(((a - b).abs() <= FIT).logical_or(a.isnan() & b.isnan()).all())

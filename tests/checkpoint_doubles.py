@@ -1,0 +1,497 @@
+"""Checkpoint pieces for the judge to judge: right ones in several styles, and wrong ones, each right but for one method.
+
+All build on `Lesson`, which pickles with torch.save, writes under temporary names, renames, and lists sha256 in a manifest.
+A spec is a file, so tests write one that says `from checkpoint_doubles import IMPLEMENTATIONS` and takes one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from minigpt_dist.verify.faults import base
+
+State = dict[str, Any]
+
+
+@dataclass
+class ShardManifest:
+    world_size: int
+    step: int
+    shards: list[dict[str, Any]]
+
+
+class Lesson:
+    """The published lesson's way. Ranks unpickle their own files: it is their code."""
+
+    def encode(self, state: State) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(state, buffer, pickle_protocol=4)
+        return buffer.getvalue()
+
+    def decode(self, raw: bytes) -> State:
+        state: State = torch.load(io.BytesIO(raw), weights_only=False)
+        return state
+
+    def sha(self, raw: bytes) -> str:
+        return hashlib.sha256(raw).hexdigest()
+
+    def write(self, path: Path, raw: bytes) -> None:
+        with open(path, "wb") as f:
+            f.write(raw)
+            f.flush()
+            os.fsync(f.fileno())
+
+    def temporary(self, path: Path) -> Path:
+        return path.with_name(path.name + ".tmp")
+
+    def publish(self, path: Path) -> None:
+        os.replace(self.temporary(path), path)
+
+    def folder(self, dest_dir: str) -> Path:
+        return Path(dest_dir)
+
+    def manifest(self, shards: list[dict[str, Any]], step: int) -> dict[str, Any]:
+        return {"world_size": len(shards), "step": step, "shards": shards}
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        dest = self.folder(dest_dir)
+        dest.mkdir(parents=True, exist_ok=True)
+        shards: list[dict[str, Any]] = []
+        for rank, state in enumerate(states):
+            raw = self.encode(state)
+            self.write(self.temporary(dest / f"rank{rank}.bin"), raw)
+            shards.append({"rank": rank, "path": f"rank{rank}.bin", "sha256": self.sha(raw)})
+        manifest = self.manifest(shards, step)
+        self.write(self.temporary(dest / "manifest.json"), json.dumps(manifest).encode())
+        for shard in shards:
+            self.publish(dest / shard["path"])
+        self.publish(dest / "manifest.json")
+        return manifest
+
+    def check_size(self, manifest: dict[str, Any], expected: int) -> None:
+        if manifest["world_size"] != expected:
+            raise RuntimeError(f"world_size mismatch: manifest={manifest['world_size']}, expected={expected}")
+
+    def verify(self, raw: bytes, shard: dict[str, Any], manifest: dict[str, Any]) -> None:
+        if self.sha(raw) != shard["sha256"]:
+            raise RuntimeError(f"sha256 mismatch on rank {shard['rank']}")
+
+    def read(self, src: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> State:
+        raw = (src / shard["path"]).read_bytes()
+        self.verify(raw, shard, manifest)
+        return self.decode(raw)
+
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        src = self.folder(src_dir)
+        manifest = json.loads((src / "manifest.json").read_text())
+        self.check_size(manifest, expected_world_size)
+        states: list[Any] = [None] * manifest["world_size"]
+        for shard in manifest["shards"]:
+            states[shard["rank"]] = self.read(src, shard, manifest)
+        return states
+
+
+# Right: none of these may be failed.
+
+
+class Paired(Lesson):
+    """save returns the manifest as an object, load the pair of it and the list."""
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> ShardManifest:
+        return ShardManifest(**super().save(states, dest_dir, step))
+
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        states = super().load(src_dir, expected_world_size)
+        return ShardManifest(**json.loads((Path(src_dir) / "manifest.json").read_text())), states
+
+
+class FolderSwap(Lesson):
+    """Everything is written to a sibling folder, which takes the place of the old one."""
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        aside, dest = Path(f"{dest_dir}.new"), Path(dest_dir)
+        shutil.rmtree(aside, ignore_errors=True)
+        manifest = super().save(states, str(aside), step)
+        shutil.rmtree(dest, ignore_errors=True)
+        aside.rename(dest)
+        return manifest
+
+
+class FileByFile(Lesson):
+    """Each file is written under a temporary name and renamed before the next is begun."""
+
+    def write(self, path: Path, raw: bytes) -> None:
+        super().write(path, raw)
+        super().publish(path.with_name(path.name.removesuffix(".tmp")))
+
+    def publish(self, path: Path) -> None:
+        pass
+
+
+class OtherLanguages(Lesson):
+    """Shards are written and read by the libraries' own C++ and Rust: torch.save and safetensors, each to a path."""
+
+    def encode(self, state: State) -> bytes:
+        self.state = state
+        return b""
+
+    def write(self, path: Path, raw: bytes) -> None:
+        if raw:
+            super().write(path, raw)
+        else:
+            torch.save(self.state, path)
+            safetensors.torch.save_file(self.state["model_state"], f"{path}.safetensors")
+
+    def publish(self, path: Path) -> None:
+        super().publish(path)
+        if path.suffix == ".bin":
+            os.replace(f"{self.temporary(path)}.safetensors", f"{path}.safetensors")
+
+    def manifest(self, shards: list[dict[str, Any]], step: int) -> dict[str, Any]:
+        return super().manifest([shard | {"sha256": None} for shard in shards], step)
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        manifest = super().save(states, dest_dir, step)
+        for shard in manifest["shards"]:
+            shard["sha256"] = self.sha((Path(dest_dir) / shard["path"]).read_bytes())
+        Lesson.write(self, Path(dest_dir) / "manifest.json.tmp", json.dumps(manifest).encode())
+        os.replace(Path(dest_dir) / "manifest.json.tmp", Path(dest_dir) / "manifest.json")
+        return manifest
+
+
+class Zipped(Lesson):
+    """Compressed, so that no tensor's bytes can be found in a file."""
+
+    def encode(self, state: State) -> bytes:
+        return gzip.compress(super().encode(state), 1)
+
+    def decode(self, raw: bytes) -> State:
+        return super().decode(gzip.decompress(raw))
+
+
+class NeverTwice(Lesson):
+    """A folder that is there already is refused."""
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        if Path(dest_dir).exists():
+            raise FileExistsError(f"{dest_dir} exists")
+        aside = Path(f"{dest_dir}.new")
+        shutil.rmtree(aside, ignore_errors=True)
+        super().save(states, str(aside), step)
+        aside.rename(dest_dir)
+
+
+RIGHT = {"lesson": Lesson, "paired": Paired, "folder-swap": FolderSwap, "file-by-file": FileByFile, "other-languages": OtherLanguages,
+         "zipped": Zipped, "never-twice": NeverTwice}
+
+
+# Wrong: each with the check that must fail.
+
+
+class Unverified(Lesson):
+    def verify(self, raw: bytes, shard: dict[str, Any], manifest: dict[str, Any]) -> None:
+        pass
+
+
+class NullChecksumAccepted(Lesson):
+    def verify(self, raw: bytes, shard: dict[str, Any], manifest: dict[str, Any]) -> None:
+        if shard.get("sha256"):
+            super().verify(raw, shard, manifest)
+
+
+class HashOfTheStart(Lesson):
+    def sha(self, raw: bytes) -> str:
+        return super().sha(raw[:1024])
+
+
+class AnyRanksHash(Lesson):
+    def verify(self, raw: bytes, shard: dict[str, Any], manifest: dict[str, Any]) -> None:
+        if self.sha(raw) not in {each["sha256"] for each in manifest["shards"]}:
+            raise RuntimeError("unknown shard")
+
+
+class LoadsThenVerifies(Lesson):
+    def read(self, src: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> State:
+        raw = (src / shard["path"]).read_bytes()
+        with suppress(EOFError):
+            state = self.decode(raw)
+        self.verify(raw, shard, manifest)
+        return state
+
+
+class AnyWorldSize(Lesson):
+    def check_size(self, manifest: dict[str, Any], expected: int) -> None:
+        pass
+
+
+class OnlyMoreRanksRefused(Lesson):
+    def check_size(self, manifest: dict[str, Any], expected: int) -> None:
+        if manifest["world_size"] < expected:
+            super().check_size(manifest, expected)
+
+
+class MissingShardSkipped(Lesson):
+    def read(self, src: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> State:
+        return super().read(src, shard, manifest) if (src / shard["path"]).exists() else {}
+
+
+class WarnsAndReturnsNone(Lesson):
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        try:
+            return super().load(src_dir, expected_world_size)
+        except Exception as error:
+            print("cannot load:", error)
+            return None
+
+
+class FilesCountedWithoutManifest(Lesson):
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        src = Path(src_dir)
+        if (src / "manifest.json").exists():
+            with suppress(ValueError, KeyError):
+                return super().load(src_dir, expected_world_size)
+        return [self.decode((src / f"rank{rank}.bin").read_bytes()) for rank in range(expected_world_size - 1)]
+
+
+class FinalNames(Lesson):
+    def temporary(self, path: Path) -> Path:
+        return path
+
+    def publish(self, path: Path) -> None:
+        pass
+
+
+class FinalNamesInCpp(FinalNames):
+    def encode(self, state: State) -> bytes:
+        self.state = state
+        return super().encode(state)
+
+    def write(self, path: Path, raw: bytes) -> None:
+        if path.suffix == ".bin":
+            torch.save(self.state, path, pickle_protocol=4)
+        else:
+            super().write(path, raw)
+
+    def verify(self, raw: bytes, shard: dict[str, Any], manifest: dict[str, Any]) -> None:
+        pass
+
+
+class OldRemovedFirst(Lesson):
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        shutil.rmtree(dest_dir, ignore_errors=True)
+        return super().save(states, dest_dir, step)
+
+
+class OldMovedAwayFirst(Lesson):
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        shutil.rmtree(f"{dest_dir}.old", ignore_errors=True)
+        if Path(dest_dir).exists():
+            os.rename(dest_dir, f"{dest_dir}.old")
+        return super().save(states, dest_dir, step)
+
+
+class MixtureUnnoticed(Unverified):
+    """Shards are renamed one by one, and nothing tells new ones from old."""
+
+
+class OthersRotatedAway(Lesson):
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        for sibling in Path(dest_dir).parent.iterdir():
+            if sibling.name != Path(dest_dir).name:
+                shutil.rmtree(sibling)
+        return super().save(states, dest_dir, step)
+
+
+class StaleTemporaryStops(Lesson):
+    def write(self, path: Path, raw: bytes) -> None:
+        with open(path, "xb") as f:
+            f.write(raw)
+
+
+class StaleTemporaryExtended(Lesson):
+    def write(self, path: Path, raw: bytes) -> None:
+        with open(path, "ab") as f:
+            f.write(raw)
+
+
+class DiskFullSwallowed(Lesson):
+    def write(self, path: Path, raw: bytes) -> None:
+        try:
+            super().write(path, raw)
+        except OSError as error:
+            print("warning:", error)
+
+
+class SortedAsText(Lesson):
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        super().load(src_dir, expected_world_size)
+        return [self.decode(path.read_bytes()) for path in sorted(Path(src_dir).glob("rank*.bin"))]
+
+
+class StaleShardsCounted(Lesson):
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        super().load(src_dir, expected_world_size)
+        found = sorted(Path(src_dir).glob("rank*.bin"), key=lambda path: int(path.stem.removeprefix("rank")))
+        return [self.decode(path.read_bytes()) for path in found]
+
+
+class FirstRankForAll(Lesson):
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        return super().save([states[0]] * len(states), dest_dir, step)
+
+
+class EveryFileHoldsAll(Lesson):
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        return super().save([{"all": states} for _ in states], dest_dir, step)
+
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        return [state["all"][rank] for rank, state in enumerate(super().load(src_dir, expected_world_size))]
+
+
+class CastToFloat32(Lesson):
+    def encode(self, state: State) -> bytes:
+        state = copy.deepcopy(state)
+        for name, value in state["optim_state"].items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                state["optim_state"][name] = value.float()
+        return super().encode(state)
+
+
+class NonesDropped(Lesson):
+    def encode(self, state: State) -> bytes:
+        optim = {name: value for name, value in state["optim_state"].items() if value is not None}
+        return super().encode({**state, "optim_state": optim})
+
+
+class StatesConsumed(Lesson):
+    def encode(self, state: State) -> bytes:
+        return super().encode({"optim_state": state.pop("optim_state"), **state})
+
+
+class WrittenAfterReturn(Lesson):
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        def later() -> None:
+            time.sleep(0.05)
+            Lesson.save(self, states, dest_dir, step)
+
+        threading.Thread(target=later).start()
+
+
+class Remembered(Lesson):
+    memory: dict[str, Any] = {}  # noqa: RUF012 - shared on purpose: that is the mistake
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        self.memory[dest_dir] = states
+        return super().save(states, dest_dir, step)
+
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        return self.memory.get(src_dir) or super().load(src_dir, expected_world_size)
+
+
+class OneFolderForAll(Lesson):
+    def folder(self, dest_dir: str) -> Path:
+        return Path(dest_dir).parent / "latest-here"
+
+
+class ManifestInWorkingDirectory(Lesson):
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        manifest = super().save(states, dest_dir, step)
+        Path("last_manifest.json").write_text(json.dumps(manifest))
+        return manifest
+
+
+class PathsFromWorkingDirectory(Lesson):
+    def manifest(self, shards: list[dict[str, Any]], step: int) -> dict[str, Any]:
+        return super().manifest([shard | {"file": os.path.join(self.dest, shard["path"])} for shard in shards], step)
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        self.dest = dest_dir
+        return super().save(states, dest_dir, step)
+
+    def read(self, src: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> State:
+        return super().read(Path(), {**shard, "path": shard["file"]}, manifest)
+
+
+class StepIsWorldSize(Lesson):
+    def manifest(self, shards: list[dict[str, Any]], step: int) -> dict[str, Any]:
+        return super().manifest(shards, len(shards))
+
+
+class StepForgotten(Lesson):
+    def manifest(self, shards: list[dict[str, Any]], step: int) -> dict[str, Any]:
+        return {"world_size": len(shards), "shards": shards}
+
+
+class PickledSideFile(Lesson):
+    """Shards are safetensors, and the random streams beside them a pickle."""
+
+    def encode(self, state: State) -> bytes:
+        return base.encode({name: value for name, value in state.items() if name != "rng"})
+
+    def decode(self, raw: bytes) -> State:
+        return base.decode(raw)
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        manifest = super().save(states, dest_dir, step)
+        (Path(dest_dir) / "streams.pkl").write_bytes(pickle.dumps([state.get("rng") for state in states]))
+        return manifest
+
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        states = super().load(src_dir, expected_world_size)
+        streams = pickle.loads((Path(src_dir) / "streams.pkl").read_bytes())
+        return [state | {"rng": rng} for state, rng in zip(states, streams, strict=True)]
+
+
+WRONG: dict[type[Lesson], tuple[str, int]] = {
+    Unverified: ("refuses_altered", 2),
+    NullChecksumAccepted: ("refuses_no_checksum", 2),
+    HashOfTheStart: ("refuses_altered", 2),
+    AnyRanksHash: ("refuses_exchanged", 2),
+    LoadsThenVerifies: ("refuses_before_loading", 2),
+    AnyWorldSize: ("refuses_world_size", 2),
+    OnlyMoreRanksRefused: ("refuses_world_size", 2),
+    MissingShardSkipped: ("refuses_missing", 2),
+    WarnsAndReturnsNone: ("refuses_truncated", 2),
+    FilesCountedWithoutManifest: ("refuses_manifest", 2),
+    FinalNames: ("killed_save", 2),
+    FinalNamesInCpp: ("killed_save", 2),
+    OldRemovedFirst: ("killed_save", 2),
+    OldMovedAwayFirst: ("killed_save", 2),
+    MixtureUnnoticed: ("killed_save", 2),
+    OthersRotatedAway: ("killed_first_save", 2),
+    StaleTemporaryStops: ("killed_first_save", 2),
+    StaleTemporaryExtended: ("killed_first_save", 2),
+    DiskFullSwallowed: ("disk_full", 2),
+    SortedAsText: ("round_trip", 11),
+    StaleShardsCounted: ("overwrite", 2),
+    FirstRankForAll: ("round_trip", 2),
+    EveryFileHoldsAll: ("one_file_a_rank", 3),
+    CastToFloat32: ("tensors", 2),
+    NonesDropped: ("values", 2),
+    StatesConsumed: ("states_untouched", 2),
+    WrittenAfterReturn: ("independent", 2),
+    Remembered: ("independent", 2),
+    OneFolderForAll: ("side_by_side", 2),
+    ManifestInWorkingDirectory: ("paths", 2),
+    PathsFromWorkingDirectory: ("paths", 2),
+    StepIsWorldSize: ("records_step", 2),
+    StepForgotten: ("records_step", 2),
+    PickledSideFile: ("runs_no_pickle", 2),
+}
+IMPLEMENTATIONS: dict[str, type[Lesson]] = {**RIGHT, **{double.__name__: double for double in WRONG}}
