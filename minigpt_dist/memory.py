@@ -12,12 +12,14 @@ from types import FrameType, ModuleType
 
 from torch import Tensor, UntypedStorage, nn
 
+from minigpt_dist.trace import own_part
+
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address -> bytes of every distinct, non-empty storage behind `tensors`."""
     found: dict[int, int] = {}
     for t in tensors:
-        storage = t.untyped_storage()
+        storage = own_part(t).untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     return found
@@ -62,7 +64,8 @@ def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str,
 
 def baseline() -> list[UntypedStorage]:
     """Storages alive now, to be left out of a later `census`. Held, so that no later storage can be given one's address."""
-    return [t.untyped_storage() for t in live_tensors() if t.untyped_storage().nbytes()]
+    storages = [own_part(t).untyped_storage() for t in live_tensors()]
+    return [storage for storage in storages if storage.nbytes()]
 
 
 def zero1_bytes(numel: int, world_size: int, bytes_per_element: int = 12) -> int:

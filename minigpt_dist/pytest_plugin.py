@@ -38,8 +38,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     known = early_config.known_args_namespace
     if known.impl and not known.file_or_dir:
         args.append(str(SUITE))
-        if early_config.pluginmanager.has_plugin("xdist"):
-            args.append("--dist=loadscope")  # a file's tests share their runs: keep them in one worker
+    asked = " ".join(args)
+    if early_config.pluginmanager.has_plugin("xdist") and "-n" in asked and "--dist" not in asked:
+        args.append("--dist=loadscope")  # a file's tests share their runs: keep them in one worker
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,20 +16,26 @@ from torch import Tensor, UntypedStorage, nn
 
 from minigpt_dist.launch import ledger
 from minigpt_dist.memory import census
-from minigpt_dist.trace import Record, digest, state_digests
+from minigpt_dist.trace import Record, digest, own_part, state_digests
 
 ALL = frozenset({"digests", "bytes", "collectives"})
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """2-norm over all elements of `tensors`, added in float64 in the order given."""
-    return math.sqrt(math.fsum(float(t.detach().double().square().sum()) for t in tensors))
+    return math.sqrt(math.fsum(float(own_part(t).detach().double().square().sum()) for t in tensors))
+
+
+def whole_parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Parameters by name, as they are: each rank holds all of them."""
+    return model.named_parameters()
 
 
 class Recorder:
     """Collects one Record a step; `watch` chooses what is looked at beyond loss, norms, tokens and times.
 
     `on_record` is called with each record as soon as it is complete (a live metrics file, a progress bar).
+    `full_parameters` collects the parameters of a model that shards them; it runs on all ranks at once, unrecorded.
     """
 
     def __init__(
@@ -41,9 +47,11 @@ class Recorder:
         watch: frozenset[str] = ALL,
         known_storages: Sequence[UntypedStorage] = (),
         on_record: Callable[[Record], object] | None = None,
+        full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = whole_parameters,
     ) -> None:
         self.model, self.optimizer, self.rank = model, optimizer, rank
         self.watch, self.known_storages, self.on_record = watch, known_storages, on_record
+        self.full_parameters = full_parameters
         self.records: list[Record] = []
         self._tokens: list[int] = []
         self._grad_norm = math.nan
@@ -75,16 +83,18 @@ class Recorder:
     def _append(self, step: int, loss: float) -> None:
         calls = ledger.entries() if "collectives" in self.watch else []
         digests = "digests" in self.watch
+        counted = census(self.model, self.known_storages) if "bytes" in self.watch else {}  # before parameters are collected
+        params = self.parameters()
         record = Record(
             step=step,
             rank=self.rank,
             loss=loss,
             grad_norm=self._grad_norm,
             grad_sq=float(getattr(self.optimizer, "last_grad_sq", math.nan)) if step else math.nan,
-            param_norm=norm_of(self.model.parameters()),
-            params={name: digest(t) for name, t in self._named_tensors()} if digests else {},
+            param_norm=norm_of(params.values()),
+            params={name: digest(t) for name, t in [*params.items(), *self.model.named_buffers()]} if digests else {},
             optimizer=state_digests(self.optimizer.state_dict()) if digests else {},
-            bytes=census(self.model, self.known_storages) if "bytes" in self.watch else {},
+            bytes=counted,
             collectives=calls,
             tokens=self._tokens,
             seconds=self._seconds,
@@ -96,6 +106,7 @@ class Recorder:
         self._tokens, self._seconds, self._grad_norm = [], {}, math.nan
         self._clock = time.perf_counter()
 
-    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter by name, whole, on every rank. All ranks call it together."""
         with torch.no_grad():
-            return [*self.model.named_parameters(), *self.model.named_buffers()]
+            return dict(self.full_parameters(self.model))

@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`: the local shard of one that torch spreads over ranks (a DTensor), else all of it."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()  # type: ignore[no-any-return]  # getattr is Any
+
+
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The elements of `tensor` in row-major order, as raw bytes, on any device and of any dtype."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    """The elements of `tensor` on this rank in row-major order, as raw bytes, on any device and of any dtype."""
+    flat = own_part(tensor).detach().to("cpu").contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def digest(tensor: Tensor) -> str:
     """sha256 over dtype, shape and bytes."""
-    head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    head = f"{tensor.dtype} {tuple(own_part(tensor).shape)} ".encode()
     return hashlib.sha256(head + tensor_bytes(tensor)).hexdigest()
 
 

@@ -7,7 +7,7 @@ Owns which callable is handed to the loop for what, and the rank's random stream
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from minigpt_dist.model import MiniGPT, next_token_loss
 from minigpt_dist.parallel.collectives import exchange, world
 from minigpt_dist.parallel.ddp import broadcast_parameters
 from minigpt_dist.parallel.zero import ZeroOptimizer
-from minigpt_dist.recorder import ALL, Recorder
+from minigpt_dist.recorder import ALL, Recorder, whole_parameters
 from minigpt_dist.trace import Record, state_digests, to_line
 
 State = dict[str, Any]
@@ -42,6 +42,7 @@ class Pieces:
     load: Callable[[Path, int, int], State]
     forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)  # through a data-parallel wrapper, if any
     after_backward: Callable[[nn.Module], object] = lambda model: None  # its finish call, where hooks do not do it all
+    full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = whole_parameters  # collected, where they are sharded
 
 
 def _own_model(sizes: ModelConfig) -> nn.Module:
@@ -174,7 +175,13 @@ class Worker:
 
     def _observe(self, model: nn.Module, optimizer: Any) -> Recorder:
         self.recorder = Recorder(
-            model, optimizer, self.rank, watch=self.watch, known_storages=self.known, on_record=self._log
+            model,
+            optimizer,
+            self.rank,
+            watch=self.watch,
+            known_storages=self.known,
+            on_record=self._log,
+            full_parameters=self.pieces.full_parameters,
         )
         return self.recorder
 

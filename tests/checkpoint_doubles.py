@@ -1,7 +1,7 @@
-"""Checkpoint pieces for the judge to judge: right ones in several styles, and wrong ones, each right but for one method.
+"""Checkpoint pieces for the judge to judge: right ones in several styles, and wrong ones, right but for one mistake each.
 
-All build on `Lesson`, which pickles with torch.save, writes under temporary names, renames, and lists sha256 in a manifest.
-A spec is a file, so tests write one that says `from checkpoint_doubles import IMPLEMENTATIONS` and takes one of them.
+All build on `Lesson`: pickled by torch.save, written under temporary names, renamed, with sha256 in a manifest. A spec is
+a file, so tests write one that says `from checkpoint_doubles import IMPLEMENTATIONS` and takes one of them.
 """
 
 from __future__ import annotations
@@ -197,8 +197,15 @@ class NeverTwice(Lesson):
         aside.rename(dest_dir)
 
 
-RIGHT = {"lesson": Lesson, "paired": Paired, "folder-swap": FolderSwap, "file-by-file": FileByFile, "other-languages": OtherLanguages,
-         "zipped": Zipped, "never-twice": NeverTwice}
+RIGHT = {
+    "lesson": Lesson,
+    "paired": Paired,
+    "folder-swap": FolderSwap,
+    "file-by-file": FileByFile,
+    "other-languages": OtherLanguages,
+    "zipped": Zipped,
+    "never-twice": NeverTwice,
+}
 
 
 # Wrong: each with the check that must fail.

@@ -1,4 +1,4 @@
-"""The judge of checkpoints passes what is right, in any style, and fails each wrong piece by the check that is about it."""
+"""The judge of checkpoints passes what is right, in any style, and fails each wrong piece by the check about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from minigpt_dist.verify.checks import CHECKS, Verdict, put
 from minigpt_dist.verify.subject import Subject
 
 Judge = Callable[[str, str, int], Verdict]
-CHECKPOINT = {name.removeprefix("checkpoint."): check for name, check in CHECKS.items() if name.startswith("checkpoint.")}
+CHECKPOINT = {
+    name.removeprefix("checkpoint."): check for name, check in CHECKS.items() if name.startswith("checkpoint.")
+}
 # What a style may leave unjudged, and why.
 UNJUDGED = {
     "lesson": {"runs_no_pickle"},
@@ -55,7 +57,7 @@ def test_a_wrong_piece_is_failed_by_the_check_about_it(double: type, judge: Judg
 @pytest.mark.parametrize("style", RIGHT)
 def test_a_right_piece_is_failed_by_no_check(style: str, judge: Judge) -> None:
     verdicts = [judge(style, name, check.world_sizes[-1]) for name, check in CHECKPOINT.items()]
-    assert "\n".join(v.render(style) for v in verdicts) .strip() == ""
+    assert [v.render(style) for v in verdicts if v.violations] == []
     assert {v.check.removeprefix("checkpoint.") for v in verdicts if v.not_judged} == UNJUDGED[style]
 
 

@@ -1,82 +1,63 @@
-"""A forked child that saves, and in which a file operation or a byte can be made fatal: what a crash or a full disk does.
+"""A forked child that saves, and what can befall it: a file operation that fails, a full disk, a sudden end.
 
-Python's own file operations are seen by an audit hook, whatever name they are called by; bytes written by any library, in any language,
-are met by the kernel's limit on file size. Between the two, no way of writing a file escapes.
+Python's own file operations are seen by an audit hook, whatever name they are called by; bytes written by any library,
+in any language, meet the kernel's limit on file size. Between the two, no way of writing a file escapes.
 
-Owns the child's life and its faults. Leaves what is asked of it to `checkpoint_probe.py`.
+Owns the child's life and these two instruments. Leaves what is tried with them to `checkpoint_crash.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
-CHILD_S = 20  # a save of a few kilobytes that takes longer is stuck
-KILLED = 87
-PUBLISH = ("os.rename", "os.link", "os.symlink")
-REMOVE = ("os.remove", "os.rmdir")
-OTHERS = ("os.mkdir", "os.truncate")
+Tell = Callable[[str], None]
+
+CHILD_S = 20  # a few kilobytes that take longer to save are stuck
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-
-
-@dataclass(frozen=True)
-class Hit:
-    """What goes wrong: at file operation `op` (from 0), or at byte `at_byte` of any file. fatal: the process ends; else an OSError."""
-
-    fatal: bool
-    op: int | None = None
-    at_byte: int | None = None
-
-
-WATCHED = Hit(fatal=False)  # strikes nowhere
+OPERATIONS = ("os.link", "os.symlink", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
 
 
 @dataclass
 class Ended:
-    """How the child ended: "returned" `value` (JSON), "raised" or "exited" with `said`, "killed" by its hit, or "died" otherwise.
+    """How a child ended: "returned" its value (JSON), "raised" or "exited" with `said`, "killed" at a limit, or "died".
 
-    ops: the file operations it began, such as "open rank0.bin"; "rename-old" moves what was there before.
+    told: the lines it sent while it lived.
     """
 
     end: str
     value: Any = None
     said: str = ""
-    ops: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def words(self) -> str:
+        """`raised OSError: ...`."""
+        return f"{self.end} {self.said}".strip()
 
 
-def run_forked(action: Callable[[], Any], hit: Hit | None = None, existing: frozenset[str] = frozenset()) -> Ended:
-    """`action()` in a forked child, which `hit` befalls. existing: paths that are there before."""
+def run_forked(action: Callable[[Tell], Any]) -> Ended:
+    """`action(tell)` in a forked child. What it prints is lost; what it tells arrives even if it is killed."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(read_end)
-            _live(action, hit, existing, write_end)
+            _live(action, write_end)
         finally:
             os._exit(1)  # nothing of the parent's may be finished twice
     os.close(write_end)
     with open(read_end, "rb") as pipe:
         lines = pipe.read().splitlines()
     return _ended(lines, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-def _ended(lines: list[bytes], code: int) -> Ended:
-    ops = [line[3:].decode(errors="replace") for line in lines if line.startswith(b"op ")]
-    last = [json.loads(line) for line in lines if line.startswith(b"{")]
-    if last:
-        return Ended(**last[-1], ops=ops)
-    if code in (KILLED, signal.SIGXFSZ):
-        return Ended("killed", ops=ops)
-    stuck = code == -signal.SIGALRM
-    return Ended("died", said=f"still running after {CHILD_S} s" if stuck else f"exit code {code}", ops=ops)
 
 
 def said(error: BaseException) -> str:
@@ -87,88 +68,113 @@ def said(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _live(action: Callable[[], Any], hit: Hit | None, existing: frozenset[str], out: int) -> None:
+def _live(action: Callable[[Tell], Any], out: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(CHILD_S)
-    sys.dont_write_bytecode = True  # an import inside the save would write files that are none of the checkpoint
+    sys.dont_write_bytecode = True  # an import inside a save would write files that are none of the checkpoint's
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
-    watch = _Watch(hit, existing, out)
-    if hit is not None:
-        watch.arm()
     try:
-        end: dict[str, Any] = {"end": "returned", "value": action()}
+        end = {"end": "returned", "value": action(lambda line: _send(out, b"-" + line.encode(errors="replace")))}
     except Exception as error:
         end = {"end": "raised", "said": said(error)}
     except BaseException as error:
         end = {"end": "exited", "said": said(error)}
-    watch.on = False
-    with open(out, "wb") as pipe:
-        pipe.write(json.dumps(end).encode() + b"\n")
+    _send(out, json.dumps(end).encode())
     os._exit(0)
 
 
-class _Watch:
-    """Reports file operations as they begin, and strikes at one."""
+def _send(out: int, line: bytes) -> None:
+    line = line.replace(b"\n", b" ") + b"\n"
+    while line:
+        line = line[os.write(out, line) :]
 
-    def __init__(self, hit: Hit | None, existing: frozenset[str], out: int) -> None:
-        self.hit, self.existing, self.out, self.count, self.on = hit, existing, out, 0, True
 
-    def arm(self) -> None:
-        os.fsync = os.fdatasync = lambda fd: None  # type: ignore[assignment]  # a killed process loses nothing the system has taken
-        sys.addaudithook(self.see)
-        if self.hit is not None and self.hit.at_byte is not None:
-            if self.hit.fatal:
-                self._die_at_limit()
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.hit.at_byte, hard))
+def _ended(lines: list[bytes], code: int) -> Ended:
+    told = [line[1:].decode(errors="replace") for line in lines if line.startswith(b"-")]
+    if lines and lines[-1].startswith(b"{"):
+        return Ended(**json.loads(lines[-1]), told=told)
+    if code == signal.SIGXFSZ:
+        return Ended("killed", told=told)
+    stuck = code == -signal.SIGALRM
+    return Ended("died", said=f"still running after {CHILD_S} s" if stuck else f"exit code {code}", told=told)
 
-    @staticmethod
-    def _die_at_limit() -> None:
-        """A C handler: a Python one would run only after the failed write had been handled, and the default one dumps core."""
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-        libc.signal(signal.SIGXFSZ, ctypes.cast(libc._exit, ctypes.c_void_p))
 
-    def see(self, event: str, args: tuple[Any, ...]) -> None:
-        operation = self._operation(event, args) if self.on else None
+class FileWatch:
+    """While entered, calls `before(i, operation)` before this process's i-th file operation, which raises what that does.
+
+    An operation is named like "open rank0.bin" or "rename a to b"; "rename-old" moves one of the paths in `existing`.
+    To be made once, in a child only: an audit hook cannot be taken back.
+    """
+
+    def __init__(self, existing: frozenset[str] = frozenset()) -> None:
+        self.before: Callable[[int, str], None] = lambda i, operation: None
+        self._existing, self._count, self._on = existing, 0, False
+        sys.addaudithook(self._see)
+
+    def __enter__(self) -> FileWatch:
+        self._count, self._on = 0, True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._on = False
+
+    def _see(self, event: str, args: tuple[Any, ...]) -> None:
+        operation = self._operation(event, args) if self._on else None
         if operation is None:
             return
-        os.write(self.out, f"op {operation}\n".encode(errors="replace"))
-        strike = self.hit is not None and self.hit.op == self.count
-        self.count += 1
-        if strike and self.hit is not None and self.hit.fatal:
-            os._exit(KILLED)
-        if strike:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._on = False  # what `before` does is not the save's
+        try:
+            self.before(self._count, operation)
+        finally:
+            self._count, self._on = self._count + 1, True
 
     def _operation(self, event: str, args: tuple[Any, ...]) -> str | None:
         if event == "open":
-            writes = isinstance(args[2], int) and args[2] & WRITING and not isinstance(args[0], int) and args[0] != os.devnull
-            return f"open {_name(args[0])}" if writes else None
+            path, _, flags = args
+            writes = isinstance(flags, int) and flags & WRITING and not isinstance(path, int) and path != os.devnull
+            return f"open {_name(path)}" if writes else None
         if event == "os.rename":
-            moved = "rename-old" if os.path.abspath(os.fsdecode(args[0])) in self.existing else "rename"
-            return f"{moved} {_name(args[0])} to {_name(args[1])}"
-        if event in (*PUBLISH, *REMOVE, *OTHERS):
-            return f"{event.removeprefix('os.')} {_name(args[0])}"
-        return None
+            old = os.path.abspath(os.fsdecode(args[0])) in self._existing
+            return f"{'rename-old' if old else 'rename'} {_name(args[0])} to {_name(args[1])}"
+        return f"{event.removeprefix('os.')} {_name(args[0])}" if event in OPERATIONS else None
 
 
 def _name(path: Any) -> str:
     return "a descriptor" if isinstance(path, int) else os.path.basename(os.fsdecode(path))
 
 
-def keeps_old(done: list[str], whole: list[str]) -> bool:
-    """Must the old checkpoint in the same folder still load after the operations `done`, where the whole save does `whole`?
+def skip_fsync() -> None:
+    """In a child: do not wait for the disk. A kill, unlike a power cut, loses nothing that the system has taken."""
+    for name in ("fsync", "fdatasync"):
+        setattr(os, name, lambda fd: None)
 
-    Yes until the first new file takes its final name. Taking the old one away counts as that only once nothing is left to be written.
+
+@contextmanager
+def file_size_limit(at_byte: int, fatal: bool) -> Iterator[None]:
+    """No file may grow beyond `at_byte` bytes: writing more raises OSError, or, if fatal, ends the process there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if fatal:
+        # A handler in C: one in Python would run only after the save had handled the error, the default one dumps core.
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        libc.signal(signal.SIGXFSZ, ctypes.cast(libc._exit, ctypes.c_void_p))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def keeps_old(done: list[str], whole: list[str]) -> bool:
+    """Must the old checkpoint in the folder still load after the operations `done`, where the whole save does `whole`?
+
+    Yes until the first new file takes its final name. Taking the old one away is excused once nothing is left to write.
     """
-    writes = [i for i, op in enumerate(whole) if op.startswith("open ")]
-    last_write = writes[-1] if writes else -1
-    for i, op in enumerate(done):
-        if op.startswith(("rename ", "link ", "symlink ")):
-            return False
-        if op.startswith(("rename-old ", "remove ", "rmdir ")) and i > last_write:
+    last_write = max((i for i, operation in enumerate(whole) if operation.startswith("open ")), default=-1)
+    for i, operation in enumerate(done):
+        kind = operation.split(" ", 1)[0]
+        if kind in ("rename", "link", "symlink") or (kind in ("rename-old", "remove", "rmdir") and i > last_write):
             return False
     return True

@@ -5,12 +5,9 @@ Owns recognising shards and manifests by their bytes, the list of damages, and t
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import io
+import itertools
 import json
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from minigpt_dist.verify.checkpoint_states import State, lesson_states, mark
+from minigpt_dist.verify.checkpoint_store import Rows, Store, json_files, put_back
 
-from minigpt_dist.verify.checkpoint_child import run_forked
-from minigpt_dist.verify.checkpoint_probe import Rows, Store, json_files, put_back
-from minigpt_dist.verify.checkpoint_states import State, lesson_states
-
-CHECKSUM = re.compile("sha|hash|digest|checksum|crc|md5", re.IGNORECASE)
-HASHES = ("sha256", "sha1", "md5", "sha512", "blake2b")
+CHECKSUM = re.compile("sha[0-9]|hash|digest|checksum|crc|md5", re.IGNORECASE)
+DIGITS = re.compile("[0-9a-f]{32,128}")
+_GONE = object()
 
 
 @dataclass(frozen=True)
@@ -54,21 +49,25 @@ class Files:
     states: list[State]
 
     def name(self, path: Path) -> str:
+        """The path within the checkpoint."""
         return str(path.relative_to(self.folder))
+
+    def documents(self) -> list[tuple[Path, Any]]:
+        """Those of the others that hold a JSON object, and it."""
+        return [(path, document) for path, document in json_files(self.folder) if path in self.others]
 
 
 def files_of(folder: Path, states: list[State]) -> Files:
-    """Tell shards by the random stream inside; else by the number in their names."""
+    """Tell shards by the rank's own bytes inside; else by the number in their names, JSON last."""
     every = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
-    documents = {path for path, _ in json_files(folder)}
-    content = {p: p.read_bytes() for p in every if p not in documents}
+    documents = [path for path, _ in json_files(folder)]
+    content = {path: path.read_bytes() for path in sorted(every, key=lambda path: path in documents)}
     shards: dict[int, Path] = {}
     for rank, state in enumerate(states):
-        mark = state["rng"].numpy().tobytes()
+        marked = [p for p, raw in content.items() if mark(state) in raw]
         named = [p for p in content if (m := re.search(r"\d+", p.name)) and int(m[0]) == rank]
-        found = next((p for p, raw in content.items() if mark in raw), named[0] if named else None)
-        if found is not None:
-            shards[rank] = found
+        if marked or named:
+            shards[rank] = (marked or named)[0]
     return Files(folder, shards, [p for p in every if p not in shards.values()], states)
 
 
@@ -88,13 +87,15 @@ def altered(files: Files, other: Files) -> Iterator[Damage]:
     for rank, path in files.shards.items():
         raw = path.read_bytes()
         for place, offset in _places(raw, files.states[rank]).items():
-            yield Damage(f"{files.name(path)} with byte {offset} ({place}) altered", rank, {path: _flipped(raw, offset)})
+            yield Damage(
+                f"{files.name(path)} with byte {offset} ({place}) altered", rank, {path: _flipped(raw, offset)}
+            )
         yield Damage(f"{files.name(path)} with one byte appended", rank, {path: raw + b"\0"})
 
 
 def exchanged(files: Files, other: Files) -> Iterator[Damage]:
     ranks = sorted(files.shards)
-    for a, b in zip(ranks, ranks[1:], strict=False):
+    for a, b in itertools.pairwise(ranks):
         mine, theirs = files.shards[a], files.shards[b]
         if mine != theirs:
             changes: dict[Path, bytes | None] = {mine: theirs.read_bytes(), theirs: mine.read_bytes()}
@@ -102,62 +103,91 @@ def exchanged(files: Files, other: Files) -> Iterator[Damage]:
     for rank in ranks:
         if rank in other.shards:
             path = files.shards[rank]
-            yield Damage(f"{files.name(path)} replaced by that of another step", rank, {path: other.shards[rank].read_bytes()})
+            yield Damage(
+                f"{files.name(path)} replaced by that of another step", rank, {path: other.shards[rank].read_bytes()}
+            )
 
 
 def manifest(files: Files, other: Files) -> Iterator[Damage]:
     for path in files.others:
         name, raw = files.name(path), path.read_bytes()
         yield Damage(f"{name} missing", None, {path: None})
-        for label, content in (("empty", b""), ("cut in half", raw[: len(raw) // 2]), ("not JSON", b"not JSON"), ("an empty object", b"{}")):
+        torn = {"empty": b"", "cut in half": raw[: len(raw) // 2], "not JSON": b"not JSON", "an empty object": b"{}"}
+        for label, content in torn.items():
             yield Damage(f"{name} {label}", None, {path: content})
     N = len(files.states)
-    outside = {p.name: os.path.relpath(other.shards[r], files.folder) for r, p in files.shards.items() if r in other.shards}
-    for path, document in json_files(files.folder):
-        name = files.name(path)
-        sizes = _edited(document, lambda key, value: N + 1 if "world" in key and value == N else value)
-        yield Damage(f"{name} with world_size {N + 1}", None, {path: _text(sizes)})
-        for label, base in (("a relative path out of the folder", ""), ("an absolute path", str(files.folder) + "/")):
-            away = _edited(document, lambda key, value, base=base: os.path.normpath(base + outside[value]) if value in outside else value)
+    for path, document in files.documents():
+        sizes = edited(document, lambda key, value: N + 1 if "world" in key and value == N else value)
+        yield Damage(f"{files.name(path)} with world_size {N + 1}", None, {path: text_of(sizes)})
+        for base in ("", str(files.folder)):
+            away = _naming(document, files, other, base)
             if away != document:
-                yield Damage(f"{name} naming shards of another folder by {label}", None, {path: _text(away)})
+                label = f"{files.name(path)} naming shards of another folder by {'an absolute' if base else 'a relative'} path"
+                yield Damage(label, None, {path: text_of(away)})
+
+
+def _naming(document: Any, files: Files, other: Files, base: str) -> Any:
+    """The document with the other checkpoint's shards in place of its own, their paths relative or below `base`."""
+    away = {
+        files.shards[r].name: os.path.relpath(path, files.folder)
+        for r, path in other.shards.items()
+        if r in files.shards
+    }
+
+    def moved(key: str, value: Any) -> Any:
+        return os.path.normpath(os.path.join(base, away[value])) if isinstance(value, str) and value in away else value
+
+    return edited(document, moved)
 
 
 def no_checksum(files: Files, other: Files) -> Iterator[Damage]:
     """A shard altered inside a tensor, and no checksum left to tell."""
+    documents = dict(files.documents())
     for rank in sorted({min(files.shards, default=0), max(files.shards, default=0)} & set(files.shards)):
         shard = files.shards[rank]
         raw = shard.read_bytes()
         places = _places(raw, files.states[rank])
-        flip: dict[Path, bytes | None] = {shard: _flipped(raw, places.get("master", places.get("last tensor", len(raw) // 2)))}
-        for path, document in json_files(files.folder):
-            for label, edit in (("null", None), ("empty", ""), ("removed", _GONE)):
-                bare = _edited(document, lambda key, value, edit=edit: edit if CHECKSUM.search(key) and isinstance(value, (str, int)) else value)
+        offset = places.get("master", places.get("last tensor", len(raw) // 2))
+        flip, name = {shard: _flipped(raw, offset)}, files.name(shard)
+        for path, document in documents.items():
+            for label, instead in (("null", None), ("empty", ""), ("removed", _GONE)):
+                bare = _unsigned(document, instead)
                 if bare != document:
-                    yield Damage(f"{files.name(shard)} altered, the checksums in {files.name(path)} {label}", rank, {**flip, path: _text(bare)})
+                    what = f"{name} altered, the checksums in {files.name(path)} {label}"
+                    yield Damage(what, rank, {**flip, path: text_of(bare)})
         for path in files.others:
-            if path not in {p for p, _ in json_files(files.folder)}:
-                yield Damage(f"{files.name(shard)} altered, {files.name(path)} emptied", rank, {**flip, path: b""})
-                yield Damage(f"{files.name(shard)} altered, {files.name(path)} missing", rank, {**flip, path: None})
+            if path not in documents:
+                yield Damage(f"{name} altered, {files.name(path)} emptied", rank, {**flip, path: b""})
+                yield Damage(f"{name} altered, {files.name(path)} missing", rank, {**flip, path: None})
+
+
+def _unsigned(document: Any, instead: Any) -> Any:
+    """The document with `instead` in place of whatever looks like a checksum, by its key or by its digits."""
+
+    def bare(key: str, value: Any) -> Any:
+        named = CHECKSUM.search(key) and isinstance(value, (str, int))
+        return instead if named or (isinstance(value, str) and DIGITS.fullmatch(value)) else value
+
+    return edited(document, bare)
 
 
 DAMAGES: dict[str, Callable[[Files, Files], Iterator[Damage]]] = {
     f.__name__: f for f in (missing, truncated, altered, exchanged, manifest, no_checksum)
 }
-_GONE = object()
 
 
-def _edited(node: Any, edit: Callable[[str, Any], Any], key: str = "") -> Any:
-    """A copy of a JSON document with every leaf passed through `edit(key, value)`; `_GONE` drops it. List items carry their list's key."""
+def edited(node: Any, edit: Callable[[str, Any], Any], key: str = "") -> Any:
+    """A copy of a JSON document, each leaf passed through `edit(key, value)`; an item of a list has the list's key."""
     if isinstance(node, dict):
-        edited = {k: _edited(v, edit, str(k).lower()) for k, v in node.items()}
-        return {k: v for k, v in edited.items() if v is not _GONE}
+        parts = {k: edited(v, edit, str(k).lower()) for k, v in node.items()}
+        return {k: v for k, v in parts.items() if v is not _GONE}
     if isinstance(node, list):
-        return [v for v in (_edited(item, edit, key) for item in node) if v is not _GONE]
+        return [v for v in (edited(item, edit, key) for item in node) if v is not _GONE]
     return edit(key, node)
 
 
-def _text(document: Any) -> bytes:
+def text_of(document: Any) -> bytes:
+    """A JSON file's content."""
     return json.dumps(document, indent=2, sort_keys=True).encode()
 
 
@@ -167,7 +197,11 @@ def _flipped(raw: bytes, offset: int) -> bytes:
 
 def _places(raw: bytes, state: State) -> dict[str, int]:
     """Offsets worth altering, by what is there."""
-    tensors = {"first tensor": state["model_state"]["tok_embed.weight"], "master": state["optim_state"]["master"], "last tensor": state["rng"]}
+    tensors = {
+        "first tensor": state["model_state"]["tok_embed.weight"],
+        "master": state["optim_state"]["master"],
+        "last tensor": state["rng"],
+    }
     places = {"first byte": 0, "header": min(9, len(raw) - 1), "middle": len(raw) // 2, "last byte": len(raw) - 1}
     for name, tensor in tensors.items():
         at = raw.find(tensor.numpy().tobytes()) if tensor.numel() else -1
@@ -176,18 +210,16 @@ def _places(raw: bytes, state: State) -> dict[str, int]:
     return places
 
 
-def _two_checkpoints(store: Store, area: Path, world_size: int) -> tuple[Files, Files]:
-    found = []
-    for version, name in ((1, "checkpoint"), (2, "other")):
-        states = lesson_states(world_size, version)
-        store.must_save(states, area / name, 10 * version)
-        found.append(files_of(area / name, states))
-    return found[0], found[1]
+def two_checkpoints(store: Store, area: Path, world_size: int) -> tuple[Files, Files]:
+    """Two checkpoints of different steps and values, in folders side by side."""
+    first, second = lesson_states(world_size, 1), lesson_states(world_size, 2)
+    store.must_save((first, area / "checkpoint", 10), (second, area / "other", 20))
+    return files_of(area / "checkpoint", first), files_of(area / "other", second)
 
 
 def damage(store: Store, area: Path, world_size: int, category: str) -> Rows:
     """Load after each damage of a category; first of all without any."""
-    files, other = _two_checkpoints(store, area, world_size)
+    files, other = two_checkpoints(store, area, world_size)
     rows: Rows = [{"case": "undamaged", "rank": None, "loaded": store.load(files.folder, world_size)}]
     backup = area / "backup"
     shutil.copytree(files.folder, backup, symlinks=True)
@@ -200,57 +232,10 @@ def damage(store: Store, area: Path, world_size: int, category: str) -> Rows:
 
 def other_world_sizes(store: Store, area: Path, world_size: int) -> Rows:
     """Load for every world size but the right one."""
-    store.must_save(lesson_states(world_size, 1), area / "checkpoint", 10)
+    store.must_save((lesson_states(world_size, 1), area / "checkpoint", 10))
     sizes = sorted({1, world_size - 1, world_size + 1, 2 * world_size} - {0, world_size})
     right = {"case": world_size, "loaded": store.load(area / "checkpoint", world_size)}
     return [right, *({"case": size, "loaded": store.load(area / "checkpoint", size)} for size in sizes)]
 
 
-class _Payload:
-    """Unpickling it makes the folder `sentinel`."""
-
-    def __init__(self, sentinel: str) -> None:
-        self.sentinel = sentinel
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.sentinel,)
-
-
-def payload(store: Store, area: Path, world_size: int, resigned: bool) -> Rows:
-    """Load after a file was replaced by a pickle with a payload; `resigned`: with the manifest's checksums and sizes made to fit."""
-    files, _ = _two_checkpoints(store, area, world_size)
-    backup = area / "backup"
-    shutil.copytree(files.folder, backup, symlinks=True)
-    rows: Rows = []
-    documents = {path for path, _ in json_files(files.folder)}
-    for path in [*files.shards.values(), *(p for p in files.others if p not in documents)]:
-        raw, sentinel = path.read_bytes(), area / f"ran-{len(rows)}"
-        planted = _planted(raw, str(sentinel))
-        path.write_bytes(planted)
-        if resigned:
-            _resign(files, raw, planted)
-        ended = run_forked(lambda: store.load(files.folder, world_size))
-        rows.append({"case": files.name(path), "ran": sentinel.exists(), "pickle": raw[:1] == b"\x80" or raw[:2] == b"PK",
-                     "shard": path in files.shards.values(), "end": ended.end})
-        put_back(files.folder, backup)
-    return rows
-
-
-def _planted(raw: bytes, sentinel: str) -> bytes:
-    """The payload in the file's own format: torch's archive, or a bare pickle."""
-    if raw[:1] == b"\x80":
-        return pickle.dumps({"model_state": _Payload(sentinel)})
-    buffer = io.BytesIO()
-    torch.save({"model_state": _Payload(sentinel)}, buffer)
-    return buffer.getvalue()
-
-
-def _resign(files: Files, old: bytes, new: bytes) -> None:
-    """Where a JSON file tells a hash or the size of the old bytes, let it tell those of the new."""
-    swaps: dict[Any, Any] = {getattr(hashlib, h)(old).hexdigest(): getattr(hashlib, h)(new).hexdigest() for h in HASHES}
-    for path, document in json_files(files.folder):
-        sized = _edited(document, lambda key, value: len(new) if value == len(old) and type(value) is int else value)
-        path.write_bytes(_text(_edited(copy.deepcopy(sized), lambda key, value: swaps.get(value, value) if isinstance(value, str) else value)))
-
-
-PROBES: dict[str, Callable[..., Rows]] = {f.__name__: f for f in (damage, other_world_sizes, payload)}
+PROBES: dict[str, Callable[..., Rows]] = {f.__name__: f for f in (damage, other_world_sizes)}

@@ -1,4 +1,4 @@
-"""What the judge saves: states whose every leaf differs from rank to rank and from version to version, and how two are compared.
+"""What the judge saves: states that differ from rank to rank and from version to version, and how two are compared.
 
 Owns the states and the census. Leaves saving and loading them to `checkpoint_probe.py`.
 """
@@ -15,12 +15,14 @@ from minigpt_dist.trace import digest
 State = dict[str, Any]
 Census = dict[str, str]
 
-# Kinds that every implementation must save: what the composition's own state holds. The others may be refused, but not changed.
-REQUIRED = frozenset({"float32", "float64", "int64", "uint8", "scalar", "empty", "int", "float", "str", "bool", "nested"})
+# Kinds that every implementation must save: what a training state holds. The others may be refused, but not changed.
+REQUIRED = frozenset(
+    {"float32", "float64", "int64", "uint8", "scalar", "empty", "int", "float", "str", "bool", "nested"}
+)
 
 
 def lesson_states(world_size: int, version: int) -> list[State]:
-    """One state a rank, in the shape the training loop saves: replicated model, sharded optimizer, counters, random stream.
+    """One state a rank, as a training loop saves it: replicated model, sharded optimizer, counters, random stream.
 
     Shards are of different lengths; from three ranks on the last owns nothing.
     """
@@ -43,6 +45,13 @@ def lesson_states(world_size: int, version: int) -> list[State]:
             }
         )
     return states
+
+
+def mark(state: State) -> bytes:
+    """Bytes that only this rank's state has: of its shard of the master weights, or else of its random stream."""
+    master = state["optim_state"]["master"]
+    raw: bytes = (master if master.numel() else state["rng"]).numpy().tobytes()
+    return raw
 
 
 def tensor_kinds(rank: int) -> State:

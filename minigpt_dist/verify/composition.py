@@ -30,7 +30,7 @@ def composed_body(spec: str, slots: list[str], config: dict[str, Any], folder: s
     worker = Worker(TrainConfig.from_dict(config), Path(folder), pieces_of(impl), resume=resume)
     result = worker.run()
     result["averages_outside"], result["resumable"] = impl.averages_outside, "state_dict" in abilities(impl)
-    result["final"] = {name: tensor_bytes(p) for name, p in worker.recorder.model.named_parameters()}
+    result["final"] = {name: tensor_bytes(p) for name, p in worker.recorder.parameters().items()}
     return result
 
 

@@ -47,7 +47,6 @@ class OddLayouts(nn.Module):
         self.transposed = nn.Parameter(torch.randn(6, 3, generator=g).t())
         self.empty = nn.Parameter(torch.randn(0, generator=g))
         self.last = nn.Parameter(torch.randn(2, generator=g))
-        self.register_buffer("strided", torch.randn(8, generator=g)[::2])
 
 
 def _digests(module: nn.Module) -> dict[str, str]:

@@ -1,11 +1,28 @@
-"""The fault catalogue: small wrong implementations, each from a public report, each with the check that must catch it."""
+"""The fault catalogue: small wrong implementations, each from a public report, each with the check that must catch it; and correct variants."""
 
 from types import ModuleType
 
-from minigpt_dist.verify.faults import broadcast, optimizer
+from minigpt_dist.verify.faults import (
+    backward,
+    broadcast,
+    clipping,
+    collective,
+    ddp,
+    layout,
+    loading,
+    memory,
+    model,
+    options,
+    reduce,
+    saving,
+    state,
+    update,
+)
 from minigpt_dist.verify.faults.catalogue import FAULTS, Fault, namespace
 
-__all__ = ["FAULTS", "Fault", "broadcast", "build", "optimizer"]
+FILES = (broadcast, model, reduce, backward, update, layout, memory, options, clipping, state, collective, ddp, saving, loading)
+
+__all__ = ["FAULTS", "FILES", "Fault", "build"]
 
 
 def build(name: str) -> ModuleType:

@@ -1,0 +1,315 @@
+"""Faults of load_sharded: what it believes, what it takes for a shard, and in which order it joins them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt_dist.verify.faults import base
+from minigpt_dist.verify.faults.catalogue import Names, fault
+
+State = dict[str, Any]
+GREEN = ("checkpoint.round_trip", "resume_bytes")
+
+
+def _manifest(src: str, expected_world_size: int | None) -> dict[str, Any]:
+    """The manifest; RuntimeError if it is of another world size than expected (None: any)."""
+    manifest: dict[str, Any] = json.loads((Path(src) / "manifest.json").read_text())
+    if expected_world_size is not None and len(manifest["shards"]) != manifest["world_size"]:
+        raise RuntimeError(f"{len(manifest['shards'])} shards")
+    if expected_world_size is not None and manifest["world_size"] != expected_world_size:
+        raise RuntimeError(f"world size {manifest['world_size']}")
+    return manifest
+
+
+def _verified(src: str, shard: dict[str, Any]) -> bytes:
+    """The bytes of one shard; RuntimeError if they are not what the manifest says."""
+    raw = (Path(src) / shard["path"]).read_bytes()
+    if len(raw) != shard["bytes"] or hashlib.sha256(raw).hexdigest() != shard["sha256"]:
+        raise RuntimeError(f"{shard['path']} is damaged")
+    return raw
+
+
+@fault(source="checksums written and never compared", needs="an altered shard", check="checkpoint.refuses_altered", stage="load", step=10, rank=0, green=GREEN)
+def checksum_never_compared() -> Names:
+    """Shards are read without looking at their checksums."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        shards = _manifest(src, expected_world_size)["shards"]
+        return [base.decode((Path(src) / shard["path"]).read_bytes()) for shard in shards]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="verification of the first shard as a sample", needs="an altered shard of another rank", check="checkpoint.refuses_altered", stage="load", step=10,
+       rank=1, green=GREEN, equivalent=((1, "the first shard is the only one"),))
+def only_the_first_shard_is_verified() -> Names:
+    """Only rank 0's checksum is compared."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        shards = _manifest(src, expected_world_size)["shards"]
+        _verified(src, shards[0])
+        return [base.decode((Path(src) / shard["path"]).read_bytes()) for shard in shards]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="hashing a file's name or size", needs="an altered shard", check="checkpoint.refuses_altered", stage="load", step=10, rank=0, green=GREEN)
+def checksum_of_the_size() -> Names:
+    """What is compared is the length: a flipped bit goes unnoticed."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        raws = []
+        for shard in _manifest(src, expected_world_size)["shards"]:
+            raw = (Path(src) / shard["path"]).read_bytes()
+            if len(raw) != shard["bytes"]:
+                raise RuntimeError("length")
+            raws.append(raw)
+        return [base.decode(raw) for raw in raws]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="LMResiliency/lm-resiliency#78", needs="a manifest without a checksum", check="checkpoint.refuses_no_checksum", stage="load", step=10, rank=0,
+       green=(*GREEN, "checkpoint.refuses_altered"))
+def missing_checksum_accepted() -> Names:
+    """A checksum that is empty or absent is not compared."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        raws = []
+        for shard in _manifest(src, expected_world_size)["shards"]:
+            raw = (Path(src) / shard["path"]).read_bytes()
+            if shard.get("sha256") and hashlib.sha256(raw).hexdigest() != shard["sha256"]:
+                raise RuntimeError("damaged")
+            raws.append(raw)
+        return [base.decode(raw) for raw in raws]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="reading into buffers of the expected size", needs="a truncated shard", check="checkpoint.refuses_truncated", stage="load", step=10, rank=0,
+       green=(*GREEN, "checkpoint.refuses_altered"))
+def truncated_shard_filled_with_zeros() -> Names:
+    """A short shard is padded to its length, and loaded without a checksum."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        states = []
+        for shard in _manifest(src, expected_world_size)["shards"]:
+            raw = (Path(src) / shard["path"]).read_bytes()
+            whole = len(raw) >= shard["bytes"]
+            if raw and not whole:
+                raw += bytes(shard["bytes"] - len(raw))
+            states.append(base.decode(_verified(src, shard) if whole else raw))
+        return states
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="strict=False", needs="a missing shard", check="checkpoint.refuses_missing", stage="load", step=10, green=GREEN)
+def missing_shard_filled_with_zeros() -> Names:
+    """A shard that is not there is replaced by zeros of the first one's shapes."""
+
+    def zeros(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.zeros_like(value)
+        return {k: zeros(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        shards = _manifest(src, expected_world_size)["shards"]
+        found = {s["rank"]: base.decode(_verified(src, s)) for s in shards if (Path(src) / s["path"]).exists()}
+        like = next(iter(found.values()))
+        return [found[rank] if rank in found else zeros(like) for rank in range(len(shards))]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="deepspeedai/DeepSpeed#6691", needs="a missing shard", check="checkpoint.refuses_missing", stage="load", step=10, green=GREEN)
+def missing_shard_starts_from_scratch() -> Names:
+    """A shard that is not there gives an empty state, and the rank trains on from nothing."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        shards = _manifest(src, expected_world_size)["shards"]
+        return [base.decode(_verified(src, s)) if (Path(src) / s["path"]).exists() else {} for s in shards]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="deepspeedai/DeepSpeed#2898", needs="a load at another world size", check="checkpoint.refuses_world_size", stage="load", step=10, green=GREEN)
+def changed_world_size_accepted_by_index() -> Names:
+    """A checkpoint of another world size is taken rank by rank, as far as it goes."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        shards = _manifest(src, None)["shards"]
+        states = [base.decode(_verified(src, shard)) for shard in shards]
+        return [states[rank % len(states)] for rank in range(expected_world_size)]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="a manifest that is believed without a checksum of its own", needs="an edited manifest", check="checkpoint.refuses_manifest", stage="load", step=10,
+       green=GREEN)
+def missing_manifest_replaced_by_a_guess() -> Names:
+    """Without a readable manifest, whatever files are there are taken for the shards."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        try:
+            return base.load_sharded(src, expected_world_size)
+        except (OSError, ValueError, KeyError):
+            files = sorted(Path(src).glob("rank*.bin"))[: expected_world_size - 1]
+            return [base.decode(path.read_bytes()) for path in files]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="paths in a manifest joined without a look", needs="an edited manifest", check="checkpoint.refuses_manifest", stage="load", step=10,
+       green=(*GREEN, "checkpoint.refuses_altered"))
+def altered_manifest_accepted() -> Names:
+    """Sizes and checksums are those the shard file itself tells, so that a manifest naming shards of another folder is followed."""
+
+    def save_sharded(states: list[State], dest: str, step: int) -> None:
+        base.save_sharded(states, dest, step)
+        for shard in _manifest(dest, None)["shards"]:
+            base.write(Path(dest) / f"{shard['path']}.sha256", str(shard["sha256"]).encode())
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        states = []
+        for shard in _manifest(src, expected_world_size)["shards"]:
+            path = Path(src) / shard["path"]
+            raw = path.read_bytes()
+            if hashlib.sha256(raw).hexdigest() != Path(f"{path}.sha256").read_text():
+                raise RuntimeError("damaged")
+            states.append(base.decode(raw))
+        return states
+
+    return {"save_sharded": save_sharded, "load_sharded": load_sharded}
+
+
+@fault(source="deepspeedai/DeepSpeed#5283", needs="eleven shards: rank10 sorts before rank2", check="checkpoint.round_trip", stage="load", step=10, rank=2,
+       world_size=11, equivalent=tuple((N, "up to ten ranks sort alike as text and as numbers") for N in range(1, 11)))
+def merge_order_wrong() -> Names:
+    """Shards are joined in the order of their file names, sorted as text."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        shards = sorted(_manifest(src, expected_world_size)["shards"], key=lambda shard: str(shard["path"]))
+        return [base.decode(_verified(src, shard)) for shard in shards]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="deepspeedai/DeepSpeed PR 7599, stale shard files", needs="two saves to one folder, the second of fewer ranks or another step",
+       check="checkpoint.overwrite", stage="save", green=("checkpoint.round_trip",))
+def stale_shards_of_an_earlier_save() -> Names:
+    """Shard files carry the step in their names, and the load takes the first that it finds for each rank."""
+
+    def save_sharded(states: list[State], dest: str, step: int) -> None:
+        for rank, state in enumerate(states):
+            Path(dest).mkdir(parents=True, exist_ok=True)
+            base.write(Path(dest) / f"rank{rank}-step{step:06d}.bin", base.encode(state))
+        base.write(Path(dest) / "manifest.json", json.dumps({"world_size": len(states), "step": step, "shards": [0] * len(states)}).encode())
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        _manifest(src, expected_world_size)
+        return [base.decode(min(Path(src).glob(f"rank{rank}-*.bin")).read_bytes()) for rank in range(expected_world_size)]
+
+    return {"save_sharded": save_sharded, "load_sharded": load_sharded}
+
+
+@fault(source="a shard for a shard of another step", needs="shards of two checkpoints mixed", check="checkpoint.refuses_exchanged", stage="load", step=10,
+       green=(*GREEN, "checkpoint.refuses_altered"))
+def shard_carries_its_own_checksum() -> Names:
+    """Each shard ends in its own checksum: a whole shard of another rank or step is accepted."""
+
+    def save_sharded(states: list[State], dest: str, step: int) -> None:
+        base.save_sharded(states, dest, step)
+        for shard in _manifest(dest, None)["shards"]:
+            path = Path(dest) / shard["path"]
+            raw = path.read_bytes()
+            base.write(path, raw + hashlib.sha256(raw).digest())
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        states = []
+        for shard in _manifest(src, expected_world_size)["shards"]:
+            raw = (Path(src) / shard["path"]).read_bytes()
+            if hashlib.sha256(raw[:-32]).digest() != raw[-32:]:
+                raise RuntimeError("damaged")
+            states.append(base.decode(raw[:-32]))
+        return states
+
+    return {"save_sharded": save_sharded, "load_sharded": load_sharded}
+
+
+def _pickled(states: list[State], dest: str, step: int) -> None:
+    base.save_sharded(states, dest, step)
+    base.write(Path(dest) / "extra.pkl", pickle.dumps({"step": step}))
+
+
+@fault(source="huggingface/transformers#43140", needs="a malicious side file", check="checkpoint.runs_no_pickle", stage="load", step=10, green=GREEN)
+def unsafe_pickle_in_side_file() -> Names:
+    """A side file of the checkpoint is unpickled without restriction although the shards are read safely."""
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        with (Path(src) / "extra.pkl").open("rb") as file:
+            pickle.load(file)
+        return base.load_sharded(src, expected_world_size)
+
+    return {"save_sharded": _pickled, "load_sharded": load_sharded}
+
+
+@fault(source="torch.load before the checksum (PyTorch security notes)", needs="a planted pickle", check="checkpoint.refuses_before_loading", stage="load", step=10,
+       green=GREEN)
+def unpickled_before_it_is_verified() -> Names:
+    """Shards are torch archives, loaded with weights_only=False before their checksum is compared."""
+
+    def save_sharded(states: list[State], dest: str, step: int) -> None:
+        base.save_sharded(states, dest, step)
+        manifest = _manifest(dest, None)
+        for shard, state in zip(manifest["shards"], states, strict=True):
+            torch.save(state, path := Path(dest) / shard["path"])
+            shard["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        base.write(Path(dest) / "manifest.json", json.dumps(manifest).encode())
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        states = []
+        for shard in _manifest(src, expected_world_size)["shards"]:
+            states.append(torch.load(path := Path(src) / shard["path"], weights_only=False))
+            if hashlib.sha256(path.read_bytes()).hexdigest() != shard["sha256"]:
+                raise RuntimeError("damaged")
+        return states
+
+    return {"save_sharded": save_sharded, "load_sharded": load_sharded}
+
+
+@fault(source="memory-mapped loads (pytorch torch.load(mmap=True))", needs="training on after a load", check="checkpoint.independent", stage="load", step=10,
+       green=GREEN)
+def loaded_tensors_are_shared() -> Names:
+    """Loads are remembered: a second one returns the tensors that training has changed since."""
+    seen: dict[tuple[str, int], list[State]] = {}
+
+    def load_sharded(src: str, expected_world_size: int) -> list[State]:
+        key = ((Path(src).resolve() / "manifest.json").read_text(), expected_world_size)
+        if key not in seen:
+            seen[key] = base.load_sharded(src, expected_world_size)
+        return seen[key]
+
+    return {"load_sharded": load_sharded}
+
+
+@fault(source="JSON in place of the objects themselves", needs="numbers beyond 2**53, small floats", check="checkpoint.values", stage="load", step=10,
+       green=("resume_bytes",))
+def plain_values_through_float() -> Names:
+    """Plain numbers come back as float32 would hold them."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: rounded(v) for k, v in value.items()}
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return type(value)(float(torch.tensor(float(value), dtype=torch.float32)))
+        return value
+
+    return {"load_sharded": lambda src, expected_world_size: [rounded(s) for s in base.load_sharded(src, expected_world_size)]}
