@@ -101,6 +101,10 @@ class Trace:
         """Records of one step, in rank order."""
         return [r for r in self.records if r.step == step]
 
+    def counted(self) -> list[Record]:
+        """Records of the steps after which memory was counted."""
+        return [r for r in self.records if r.bytes]
+
     def mean_losses(self) -> dict[int, float]:
         """Step -> loss averaged over ranks, for steps that trained."""
         return {s: math.fsum(r.loss for r in rs) / len(rs) for s in self.steps if s and (rs := self.at(s))}

@@ -180,6 +180,7 @@ class Worker:
             self.rank,
             watch=self.watch,
             known_storages=self.known,
+            last_step=self.config.steps,
             on_record=self._log,
             full_parameters=self.pieces.full_parameters,
         )

@@ -1,7 +1,7 @@
-"""Checkpoint pieces for the judge to judge: right ones in several styles, and wrong ones, right but for one mistake each.
+"""Checkpoint pieces for the judge to judge: right ones in several styles, and wrong ones with one mistake each.
 
-All build on `Lesson`: pickled by torch.save, written under temporary names, renamed, with sha256 in a manifest. A spec is
-a file, so tests write one that says `from checkpoint_doubles import IMPLEMENTATIONS` and takes one of them.
+All build on `Lesson`: pickled by torch.save, written under temporary names, renamed, with sha256 in a manifest. A spec
+is a file, so tests write one that says `from checkpoint_doubles import IMPLEMENTATIONS` and takes one of them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Lesson:
 class Paired(Lesson):
     """save returns the manifest as an object, load the pair of it and the list."""
 
-    def save(self, states: list[State], dest_dir: str, step: int) -> ShardManifest:
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
         return ShardManifest(**super().save(states, dest_dir, step))
 
     def load(self, src_dir: str, expected_world_size: int) -> Any:
@@ -133,7 +133,7 @@ class FolderSwap(Lesson):
         return manifest
 
 
-class FileByFile(Lesson):
+class FileByFile(Paired):
     """Each file is written under a temporary name and renamed before the next is begun."""
 
     def write(self, path: Path, raw: bytes) -> None:
@@ -176,7 +176,10 @@ class OtherLanguages(Lesson):
 
 
 class Zipped(Lesson):
-    """Compressed, so that no tensor's bytes can be found in a file."""
+    """Compressed: no tensor's bytes are in a file. load returns a pair with the manifest as a mapping."""
+
+    def load(self, src_dir: str, expected_world_size: int) -> Any:
+        return json.loads((Path(src_dir) / "manifest.json").read_text()), super().load(src_dir, expected_world_size)
 
     def encode(self, state: State) -> bytes:
         return gzip.compress(super().encode(state), 1)
@@ -199,7 +202,6 @@ class NeverTwice(Lesson):
 
 RIGHT = {
     "lesson": Lesson,
-    "paired": Paired,
     "folder-swap": FolderSwap,
     "file-by-file": FileByFile,
     "other-languages": OtherLanguages,

@@ -18,7 +18,6 @@ CHECKPOINT = {
 # What a style may leave unjudged, and why.
 UNJUDGED = {
     "lesson": {"runs_no_pickle"},
-    "paired": {"runs_no_pickle"},
     "folder-swap": {"runs_no_pickle"},
     "file-by-file": {"runs_no_pickle"},
     "other-languages": {"runs_no_pickle"},

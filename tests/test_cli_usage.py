@@ -10,6 +10,7 @@ import pytest
 
 from minigpt_dist.__main__ import main
 from minigpt_dist.cli import train, verify
+from minigpt_dist.cli.commands import MODULES, load
 
 UNKNOWN = "but should be one of the options that `minigpt-dist train --help` lists"
 NO_RUN = "but should be the folder of a run with a good checkpoint"
@@ -126,3 +127,9 @@ def test_every_command_lists_its_options(command: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert "--world-size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_command_is_found_by_its_own_name(name: str) -> None:
+    command = load(name)
+    assert (command.NAME, bool(command.HELP), callable(command.run)) == (name, True, True)

@@ -87,7 +87,7 @@ def test_the_table_of_names_is_the_contract() -> None:
     from minigpt_dist.verify.contract import SLOTS
 
     rows = re.findall(r"^\| `(\w+)` \| (`.*) \|$", TEXT, re.MULTILINE)
-    named = {slot: tuple(re.findall(r"`(\w+)(?=[(`])", text.split(" with ")[0])) for slot, text in rows}
+    named = {slot: tuple(re.findall(r"`(\w+)(?=[(`])", re.split(" with |, or ", text)[0])) for slot, text in rows}
     assert named == SLOTS
 
 

@@ -102,7 +102,7 @@ def _bytes(outcome: Outcome) -> Claim:
 
 def _unlike_share(trace: Trace, share: int, rule: str) -> list[Violation]:
     """The first step and rank whose optimizer holds other than `share` bytes; before the first step, more."""
-    for record in trace.records:
+    for record in trace.counted():
         held = record.bytes["optimizer"]
         if held > share or (record.step and held != share):
             seen, place = f"{held} bytes", (record.step, record.rank)

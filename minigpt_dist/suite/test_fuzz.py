@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minigpt_dist.verify.checks.fuzz import fuzz_verdict
+from minigpt_dist.config import TrainConfig
+from minigpt_dist.verify.checks.fuzz import fuzz_verdict, resume_verdict
 from minigpt_dist.verify.scenario import Scenario
 from minigpt_dist.verify.subject import Subject
 
@@ -43,3 +44,11 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @example(scenario=Scenario("fuzz", "P < N", shapes=((), (0,), (2,))), world_size=4)
 def test_optimizer_is_adamw_wherever_the_shards_are_cut(subject: Subject, scenario: Scenario, world_size: int) -> None:
     assert fuzz_verdict(subject, scenario, world_size) == ""
+
+
+@settings(max_examples=max(2, settings().max_examples // 10))  # an example starts two worlds and trains in both
+@given(steps=st.integers(2, 6), at=st.integers(1, 5), seed=st.integers(0, 99), world_size=st.sampled_from([1, 2, 3]))
+@example(steps=1, at=1, seed=0, world_size=2)
+def test_a_run_resumes_from_any_step(subject: Subject, steps: int, at: int, seed: int, world_size: int) -> None:
+    config = TrainConfig(world_size=world_size, steps=steps, checkpoint_step=min(at, steps), seed=seed)
+    assert resume_verdict(subject, config) == ""

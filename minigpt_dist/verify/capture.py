@@ -177,6 +177,8 @@ def recompute(
             t.copy_(params[name])
     names, leaves = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True)
     shot = Shot(0, 0)
+    shot.put("inputs", {str(m): x for m, (x, _, _) in enumerate(batches)})
+    shot.put("targets", {str(m): y for m, (_, y, _) in enumerate(batches)})
     total: dict[str, Tensor] = {}
     for m, (x, y, seed) in enumerate(batches):
         if seed is not None:

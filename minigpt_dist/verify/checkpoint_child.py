@@ -22,7 +22,7 @@ from typing import Any
 
 Tell = Callable[[str], None]
 
-CHILD_S = 20  # a few kilobytes that take longer to save are stuck
+CHILD_S = 40  # a few kilobytes that take longer to save are stuck
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPERATIONS = ("os.link", "os.symlink", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
 
@@ -102,7 +102,7 @@ def _ended(lines: list[bytes], code: int) -> Ended:
 
 
 class FileWatch:
-    """While entered, calls `before(i, operation)` before this process's i-th file operation, which raises what that does.
+    """While entered, calls `before(i, operation)` before the i-th file operation, which raises what that does.
 
     An operation is named like "open rank0.bin" or "rename a to b"; "rename-old" moves one of the paths in `existing`.
     To be made once, in a child only: an audit hook cannot be taken back.

@@ -122,7 +122,8 @@ def manifest(files: Files, other: Files) -> Iterator[Damage]:
         for base in ("", str(files.folder)):
             away = _naming(document, files, other, base)
             if away != document:
-                label = f"{files.name(path)} naming shards of another folder by {'an absolute' if base else 'a relative'} path"
+                kind = "an absolute" if base else "a relative"
+                label = f"{files.name(path)} naming shards of another folder by {kind} path"
                 yield Damage(label, None, {path: text_of(away)})
 
 

@@ -64,9 +64,16 @@ class Store:
         except BaseException as error:
             return {"wrong": said(error)}
         try:
-            return {"states": censuses(states_of(loaded))}
+            return {"states": censuses(states_in(loaded))}
         except ValueError:
             return {"wrong": f"a {type(loaded).__name__} in place of a list of states"}
+
+
+def states_in(loaded: Any) -> list[Any]:
+    """The list of states in what load_sharded returned; of a pair it is the list, whatever the manifest is."""
+    if isinstance(loaded, tuple):
+        loaded = next((part for part in loaded if isinstance(part, list)), loaded)
+    return states_of(loaded)
 
 
 def returned(ended: Ended) -> Any:

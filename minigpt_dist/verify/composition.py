@@ -29,8 +29,11 @@ def composed_body(spec: str, slots: list[str], config: dict[str, Any], folder: s
     impl = resolve(spec, tuple(slots))
     worker = Worker(TrainConfig.from_dict(config), Path(folder), pieces_of(impl), resume=resume)
     result = worker.run()
-    result["averages_outside"], result["resumable"] = impl.averages_outside, "state_dict" in abilities(impl)
-    result["final"] = {name: tensor_bytes(p) for name, p in worker.recorder.parameters().items()}
+    known = "pieces" in impl.extras  # a peer's, whose traits say the same
+    result["averages_outside"], result["resumable"] = not known and impl.averages_outside, known or "state_dict" in abilities(impl)
+    final = worker.recorder.parameters()
+    result["final"] = {name: tensor_bytes(p) for name, p in final.items()}
+    result["shapes"] = {name: list(p.shape) for name, p in final.items()}
     return result
 
 
@@ -92,6 +95,7 @@ class Composed:
     snapshots: list[dict[str, str]]
     finals: list[dict[str, bytes]]
     averages_outside: bool
+    shapes: dict[str, list[int]]
 
 
 def _trace(subject: Subject, config: TrainConfig, results: list[dict[str, Any]]) -> Trace:
@@ -117,7 +121,7 @@ def _compose(subject: Subject, config: TrainConfig) -> Composed:
         except Exception as error:
             failure = error
         whole = _trace(subject, config, results)
-        return Composed(config, whole, resumed, failure, [r["snapshot"] for r in results], [r["final"] for r in results], results[0]["averages_outside"])
+        return Composed(config, whole, resumed, failure, [r["snapshot"] for r in results], [r["final"] for r in results], results[0]["averages_outside"], results[0]["shapes"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

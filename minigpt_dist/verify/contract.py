@@ -104,6 +104,9 @@ def load_module(spec: str) -> ModuleType:
     if spec.startswith("fault:"):
         faults = importlib.import_module("minigpt_dist.verify.faults")
         return faults.build(spec.removeprefix("fault:"))  # type: ignore[no-any-return]  # imported by name, to keep it optional
+    if spec.startswith("peer:"):
+        peers = importlib.import_module("minigpt_dist.verify.peers")
+        return peers.build(spec.removeprefix("peer:"))  # type: ignore[no-any-return]  # as above
     path = Path(spec)
     if path.suffix == ".py" or path.is_dir() or "/" in spec:
         return _load_path(path)

@@ -1,85 +1,130 @@
-"""What the shape of a difference tells: who is right where, what did not move, what is in another's place.
+"""What the shape of a difference tells: what did not move, what is in another's place, who is right where.
 
-Owns the reading of a wrong step that no known mistake reproduces. The parameters are looked at as one flat vector cut evenly over
-the ranks, which is how most implementations own them; one that cuts otherwise is told less.
+Owns the reading of a wrong step that no known mistake reproduces. Parameters are looked at as one flat vector cut evenly over the
+ranks, which is how most implementations own them; of one that cuts otherwise less is told.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from minigpt_dist.verify.wrong_adam import FIT, RIGHT, Layout, Simulation, fits
+from minigpt_dist.verify.scenario import Scenario
+from minigpt_dist.verify.wrong_adam import FIT, RIGHT, Flat, Layout, Simulation, fits
 
-Flat = Sequence[Sequence[Tensor]]
-
-
-def read(at: Layout, seen: Sequence[Sequence[Sequence[Tensor]]], flat: Flat, step: int) -> tuple[str, str]:
-    """(stage, hint) for the first wrong step. `seen[rank][step][tensor]`, `flat[rank][step]` as one vector (P,)."""
-    for i in at.scenario.frozen:
-        if not torch.equal(seen[0][step][i], seen[0][step - 1][i]):
-            return "optimizer", f"p{i}, which does not require a gradient, was changed"
-    simulation = Simulation(RIGHT, at, 0)
-    for _ in range(step):
-        right = simulation.advance()
-    now, before = [rank[step] for rank in flat], flat[0][step - 1]
-    if all(fits(values, now[0]) for values in now):
-        return _all_alike(at, now[0], before, right, step)
-    return _ranks_differ(at, now, before, right)
+Finding = tuple[str, str]  # (stage, hint)
+SMALL = 1e-5  # mean gradients below this are near eps, where an update shows the gradient's size; above, only its sign
 
 
-def _close(a: Tensor, b: Tensor) -> Tensor:
+def close(a: Tensor, b: Tensor) -> Tensor:
+    """Element by element: equal within float32 rounding."""
     return (a - b).abs() <= FIT
 
 
-def _ranks_differ(at: Layout, now: Sequence[Tensor], before: Tensor, right: Tensor) -> tuple[str, str]:
+@functools.lru_cache(maxsize=32)
+def right(at: Layout, step: int) -> Tensor:
+    """The parameters (P,) after `step`, as they should be."""
+    simulation = Simulation(RIGHT, at, 0)
+    for _ in range(step):
+        simulation.advance()
+    return simulation.state.p.clone()
+
+
+def standing(at: Layout, seen: Sequence[Sequence[Sequence[Tensor]]], flat: Flat, step: int) -> Finding | None:
+    """What moved that should not, or did not and should: frozen tensors, whole tensors, everything. `seen[rank][step][tensor]`."""
+    for i in at.scenario.frozen:
+        if not torch.equal(seen[0][step][i], seen[0][step - 1][i]):
+            return "optimizer", f"p{i}, which does not require a gradient, was changed"
+    if all(fits(values[at_step], values[at_step - 1]) for values in flat for at_step in range(step, len(values))):
+        return "gather", "nothing moves: the optimizer updates other tensors than the module's, or its results are not written back"
+    wrong = ~close(flat[0][step], right(at, step))
+    tensors = at.tensor[wrong].unique()
+    whole = torch.isin(at.tensor, tensors)
+    moved = any(not fits(b[whole], a[whole]) for a, b in zip(flat[0][step - 1 :], flat[0][step:], strict=False))
+    if moved or len(tensors) in (0, len(at.tensors)) or not all(fits(values[step], flat[0][step]) for values in flat):
+        return None
+    if at.scenario.late and tensors.tolist() == [len(at.scenario.shapes) - 1]:
+        return "optimizer", "the group added after construction is not optimized"
+    return "optimizer", f"{', '.join(f'p{i}' for i in tensors.tolist())} did not move: left out of the update"
+
+
+def misplaced(at: Layout, flat: Flat, step: int) -> Finding | None:
+    """Ranks that disagree, and right values in the wrong place."""
+    now, wanted = [values[step] for values in flat], right(at, step)
+    if not all(fits(values, now[0]) for values in now):
+        return _ranks_differ(at, now, flat[0][step - 1], wanted)
+    for by in (1, -1, at.chunk, -at.chunk):
+        inner = slice(abs(by), -abs(by))
+        if 3 * abs(by) <= at.numel and fits(now[0].roll(-by)[inner], wanted[inner]):
+            return "gather", f"parameters are written {abs(by)} elements {'behind' if by > 0 else 'before'} their place"
+    return _joined_otherwise(at, now[0], wanted)
+
+
+def _ranks_differ(at: Layout, now: Sequence[Tensor], before: Tensor, wanted: Tensor) -> Finding:
     owned = [at.owner == rank for rank in range(len(now))]
-    if all(bool(_close(values, right)[own].all()) for values, own in zip(now, owned, strict=True)):
-        if all(bool(_close(values, before)[~own].all()) for values, own in zip(now, owned, strict=True)):
+    if all(bool(close(values, wanted)[own].all()) for values, own in zip(now, owned, strict=True)):
+        if all(bool(close(values, before)[~own].all()) for values, own in zip(now, owned, strict=True)):
             return "gather", "each rank sees only its own slice updated: nothing is gathered"
         return "gather", "each rank's own slice is right, and what it has of the others' is not"
-    if bool(torch.stack([_close(values, right) for values in now]).any(0).all()):
+    if bool(torch.stack([close(values, wanted) for values in now]).any(0).all()):
         return "gather", "every element is right on some rank, but not on all: what the owner has does not reach everyone"
     return "reduce", "ranks disagree after the step: they did not update with the same gradient"
 
 
-def _all_alike(at: Layout, now: Tensor, before: Tensor, right: Tensor, step: int) -> tuple[str, str]:
-    """All ranks show the same wrong values."""
-    s, wrong, moved = at.scenario, ~_close(now, right), ~_close(now, before)
-    if s.reload_at and step == s.reload_at + 1:
-        return "load", "the first update after loading is wrong: something that steers it was not restored"
-    if not bool(moved.any()):
-        return "gather", "no parameter moved in this step: the optimizer updates other tensors than the module's, or nothing is written back"
+def _joined_otherwise(at: Layout, now: Tensor, wanted: Tensor) -> Finding | None:
+    """Slices of other ranks in a rank's place. Their ends may be padding, so that a piece is compared as far as both reach."""
+    pieces, sources = now.split(max(at.chunk, 1)), wanted.split(max(at.chunk, 1))
+    found = []
+    for piece in pieces:
+        like = [j for j, w in enumerate(sources) if (n := min(len(w), len(piece))) * 2 >= at.chunk and fits(piece[:n], w[:n])]
+        found.append(like[0] if like else None)
+    known = [j for j in found if j is not None]
+    if 2 * len(known) > len(pieces) > 1 and known != sorted(known):
+        return "gather", f"slices are joined in another order than by rank: {', '.join('?' if j is None else str(j) for j in found)}"
+    return None
+
+
+def left_over(at: Layout, flat: Flat, step: int) -> Finding:
+    """What can still be said where nothing fits: the condition that the scenario adds is to blame, or the size of the updates tells."""
+    s, now, before, wanted = at.scenario, flat[0][step], flat[0][step - 1], right(at, step)
+    wrong, moved = ~close(now, wanted), ~close(now, before)
+    stage, hint = _condition(s, step)
     if bool(now.isnan().any()):
-        return "optimizer", "parameters are not numbers: something was divided by zero"
-    place = _other_place(at, now, right)
-    if place:
-        return "gather", place
-    owners, tensors = at.owner[wrong].unique().tolist(), at.tensor[wrong].unique().tolist()
-    still = not bool(moved[wrong].any())
-    if still and s.late and tensors == [len(s.shapes) - 1]:
-        return "optimizer", "the group added after construction is not optimized"
-    if still and len(tensors) < len(at.tensors):
-        return "optimizer", f"{', '.join(f'p{i}' for i in tensors)} did not move: left out of the update"
-    if len(owners) == 1 and at.world_size > 1:
-        doing = "did not move: it was not updated, or did not arrive" if still else "is wrong"
-        return "gather" if still else "optimizer", f"only the slice of rank {owners[0]} {doing}"
-    factor = ((now - before)[wrong] / (right - before)[wrong]).median()
-    if bool(_close(before + factor * (right - before), now).all()):
+        return stage or "optimizer", "parameters are not numbers: something was divided by zero"
+    owners = at.owner[wrong].unique().tolist()
+    if len(owners) == 1 and at.world_size > 1 and not bool(moved[wrong].any()):
+        return "gather", f"the slice of rank {owners[0]} did not move: it was not updated, or did not arrive"
+    if stage:
+        return stage, hint
+    factor = ((now - before)[wrong] / (wanted - before)[wrong]).median()
+    if bool(close(before + factor * (wanted - before), now).all()):
         return "optimizer", f"each update is {float(factor):.4g} times the right one"
+    if step == 1 and not s.weight_decay and bool(((now - before).abs() <= s.lr * (1 + FIT)).all()) and _only_sizes(at, wrong):
+        return "reduce", "updates are of Adam's size, and only elements with gradients near eps differ: the gradient is not the mean"
     return "optimizer", ""
 
 
-def _other_place(at: Layout, now: Tensor, right: Tensor) -> str:
-    """Are the right values there, but elsewhere?"""
-    for by in (1, -1, at.chunk, -at.chunk):
-        if 3 * abs(by) <= at.numel and fits(now.roll(-by)[abs(by) : -abs(by) or None], right[abs(by) : -abs(by) or None]):
-            return f"parameters are written {abs(by)} elements {'behind' if by > 0 else 'before'} their place"
-    pieces, wanted = now.split(max(at.chunk, 1)), right.split(max(at.chunk, 1))
-    sources = [next((j for j, w in enumerate(wanted) if w.shape == piece.shape and fits(piece, w)), None) for piece in pieces]
-    found = [j for j in sources if j is not None]
-    if len(found) >= len(pieces) - 1 and found != sorted(found):
-        return f"slices are joined in another order than by rank: {', '.join(map(str, found))}"
-    return ""
+def _only_sizes(at: Layout, wrong: Tensor) -> bool:
+    """Are only elements wrong whose update depends on the gradient's size?"""
+    simulation = Simulation(RIGHT, at, 0)
+    simulation.advance()
+    assert simulation.earlier is not None
+    return bool((simulation.earlier.mean(0)[wrong].abs() < SMALL).all())
+
+
+def _condition(s: Scenario, step: int) -> Finding:
+    """The stage that a scenario's own condition puts to the test at `step`: without that condition the check `plain` asks."""
+    if s.reload_at and step == s.reload_at + 1:
+        return "load", "the first update after loading is wrong: something that steers it was not restored"
+    if s.snapshots and step > 1:
+        return "save", "asking for the state changed the optimizer"
+    if s.max_norm:
+        return "clip", "the gradient is not scaled as by the norm over all ranks' slices"
+    if s.absent and step >= s.absent_from:
+        return "reduce", "a parameter without a gradient on some rank is wrong"
+    if s.backwards > 1 or s.keep_grads_before or s.model_zero_grad or s.transposed:
+        return "reduce", ""
+    return "", ""

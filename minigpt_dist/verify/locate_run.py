@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus, read_batch
 from minigpt_dist.recorder import Recorder
-from minigpt_dist.verify.capture import Capture, Shot, leaves_of, recompute
+from minigpt_dist.verify.capture import Capture, Shot, copied, leaves_of, named_tensors, recompute
 from minigpt_dist.verify.contract import resolve
 from minigpt_dist.verify.optimizers import abilities
 from minigpt_dist.verify.plug import build_model, pieces_of
@@ -105,6 +105,15 @@ class ObservedWorker(Worker):
         return self.recorder
 
 
+@dataclass
+class Recomputed:
+    """What one process gives, with the implementation's model and the judge's data: `initial` parameters of rank 0's seed, and for each (step, rank)
+    logits, losses and gradients at what that rank held before the step."""
+
+    initial: dict[str, Tensor]
+    parts: dict[tuple[int, int], Parts]
+
+
 def captured(pieces: Pieces, config: TrainConfig, folder: Path, rank: int, resume: bool = False) -> list[Shot]:
     """On a rank: run a worker of `pieces` and return its shots."""
     worker = ObservedWorker(config, folder, pieces, resume=resume, watch=frozenset())
@@ -122,11 +131,12 @@ def observed_body(spec: str, slots: list[str], config: dict[str, Any], folder: s
 
 
 def recompute_body(spec: str, slots: list[str], config: dict[str, Any], asked: Sequence[tuple[int, int, dict[str, Tensor]]]) -> list[Parts]:
-    """In one process: the implementation's model on the judge's data, at the parameters that each (step, rank) started from."""
+    """In one process: the parameters of rank 0's seed; then the model's answers at the parameters that each (step, rank) started from."""
     c = TrainConfig.from_dict(config)
+    torch.manual_seed(c.seed * 1009)
     model = build_model(resolve(spec, tuple(slots)), c.model).to(getattr(torch, c.dtype))
-    tokens = judged_corpus(c)
-    return [recompute(model, params, batches_of(c, tokens, step, rank)) for step, rank, params in asked]
+    tokens, initial = judged_corpus(c), {name: copied(t) for name, t in named_tensors(model).items()}
+    return [{"initial": initial}, *(recompute(model, params, batches_of(c, tokens, step, rank)) for step, rank, params in asked)]
 
 
 def judged_corpus(config: TrainConfig) -> Tensor:
@@ -167,9 +177,9 @@ def _observe(subject: Subject, config: TrainConfig) -> Run:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def recomputed(subject: Subject, run: Run) -> dict[tuple[int, int], Parts]:
-    """(step, rank) -> logits, losses and gradients that the model gives, in one process, at what the rank held before that step."""
+def recomputed(subject: Subject, run: Run) -> Recomputed:
+    """What the model gives, in one process, at what each rank held before each step."""
     asked = [(step, rank) for step in run.steps[1:] for rank in run.ranks]
     rows = [(step, rank, run.shots[step - 1, rank].get("params")) for step, rank in asked]
-    found = subject.run(recompute_body, 1, run.config.to_dict(), rows)[0]
-    return dict(zip(asked, found, strict=True))
+    first, *found = subject.run(recompute_body, 1, run.config.to_dict(), rows)[0]
+    return Recomputed(first["initial"], dict(zip(asked, found, strict=True)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minigpt_dist.verify import differences
 from minigpt_dist.verify.scenario import Scenario
-from minigpt_dist.verify.wrong_adam import Layout, Mistake, State, Step, layout, steps_fitting
+from minigpt_dist.verify.wrong_adam import Flat, Layout, Mistake, Simulation, State, Step, fits, layout, steps_fitting
 
 Values = list[list[Tensor]]
 
@@ -59,6 +59,21 @@ def _by_tensor(x: Step, used: Tensor, limit: float) -> Tensor:
     """Each tensor is clipped by its own norm."""
     square = torch.zeros(len(x.layout.scenario.shapes), dtype=used.dtype).index_add_(0, x.layout.tensor, used.square())
     return (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)[x.layout.tensor]
+
+
+def _memory_order(flat: Tensor, x: Layout) -> Tensor:
+    """Each matrix of a flat vector as it lies in memory when it is stored transposed."""
+    result = flat.clone()
+    for i in x.tensors:
+        shape = x.scenario.shapes[i]
+        if len(shape) == 2:
+            result[x.tensor == i] = flat[x.tensor == i].view(shape).t().reshape(-1)
+    return result
+
+
+def _sums_stay(x: Step) -> Tensor:
+    """The mean of the new gradient, and the whole of a sum over ranks that was left standing."""
+    return x.mean + x.kept.sum(0) - x.kept.mean(0)
 
 
 def _only_matrices(decay: Tensor, x: Layout) -> Tensor:
@@ -158,6 +173,7 @@ OPTIMIZER: tuple[Mistake, ...] = (
     Mistake("optimizer", "the master copy is kept in bfloat16", round_master=torch.bfloat16),
     Mistake("optimizer", "the moments are kept in bfloat16", round_moments=torch.bfloat16),
     Mistake("optimizer", "the moments are kept in float16", round_moments=torch.float16),
+    Mistake("gather", "only every second step changes anything", every=2),
 )
 REST: tuple[Mistake, ...] = (
     Mistake("backward", "gradients of earlier steps are still added: zero_grad is missing or clears too little",
@@ -174,18 +190,27 @@ LOAD: tuple[Mistake, ...] = (
     Mistake("load", "the step count is added to what was there", reload=lambda x: x.count.mul_(2)),
     Mistake("load", "the learning rate falls back to the constructor's", reload=_constructors_lr),
 )
+# Mistakes that only a scenario's own condition brings out; there they come first.
+CONDITIONS: dict[str, tuple[Mistake, ...]] = {
+    "transposed": (
+        Mistake("reduce", "gradients that are not contiguous are flattened in memory order", lambda x: _memory_order(x.mean, x.layout)),
+    ),
+    "keep_grads_before": (Mistake("reduce", "sums over ranks stay in the gradients, and the next backward adds to them", _sums_stay),),
+    "closure": (Mistake("backward", "the closure's gradients count twice: it is evaluated more than once", lambda x: 2 * x.mean),),
+    "max_norm": CLIP,
+}
 MISTAKES = (*REDUCE, *FACTORS, *CLIP, *OPTIMIZER, *REST, *LOAD)
 
 
 def _candidates(s: Scenario, step: int) -> Iterator[tuple[Mistake, int]]:
     """(mistake, first step that it spoils), the likelier first. What a reload loses cannot show before it."""
-    if s.reload_at:
-        yield from ((m, 1) for m in LOAD if step == s.reload_at + 1)
-    for m in (*REDUCE, *OPTIMIZER, *REST):
+    if s.reload_at and step == s.reload_at + 1:
+        yield from ((m, 1) for m in LOAD)
+    for condition, mistakes in CONDITIONS.items():
+        if getattr(s, condition):
+            yield from ((m, 1) for m in mistakes)
+    for m in (*REDUCE, *OPTIMIZER, *REST, *FACTORS):
         yield m, 1
-    if s.max_norm:
-        yield from ((m, 1) for m in CLIP)
-    yield from ((m, 1) for m in FACTORS)
     if step > 1:
         yield from ((m, step) for m in REDUCE)
 
@@ -199,14 +224,37 @@ def explain(s: Scenario, world_size: int, seen: list[Values], step: int) -> tupl
         return "broadcast", "parameters changed before the first step"
     at = layout(s, world_size)
     flat = [[at.flatten(values) for values in rank] for rank in seen]
+    found = differences.standing(at, seen, flat, step) or _known(at, flat, step) or differences.misplaced(at, flat, step)
+    if found:
+        return found
+    return _in_part(at, flat, step) or differences.left_over(at, flat, step)
+
+
+def _known(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
+    """The known mistake that reproduces all parameters for the most steps, at least up to `step`."""
     best, reach = None, step - 1
-    for mistake, since in _candidates(s, step):
+    for mistake, since in _candidates(at.scenario, step):
         fitting = steps_fitting(mistake, at, flat, since)
         if fitting > reach:
             best, reach = mistake, fitting
         if reach == len(flat[0]) - 1:
             break
-    if best is not None:
-        return best.stage, best.hint
-    return differences.read(at, seen, flat, step)
+    if best is not None and at.scenario.snapshots and step > 1:
+        return "save", f"after the state was asked for: {best.hint}"
+    return (best.stage, best.hint) if best is not None else None
 
+
+def _in_part(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
+    """A known mistake that reproduces the wrong elements of this step, where the others are right."""
+    now = flat[0][step]
+    wrong = ~differences.close(now, differences.right(at, step))
+    if bool(wrong.all()) or not all(fits(values[step], now) for values in flat):
+        return None
+    for mistake, _ in _candidates(at.scenario, step):
+        simulation = Simulation(mistake, at, 0, since=step)
+        for _ in range(step):
+            shown = simulation.advance()
+        if fits(shown[wrong], now[wrong]):
+            tensors = ", ".join(f"p{i}" for i in at.tensor[wrong].unique().tolist())
+            return mistake.stage, f"in a part of {tensors}: {mistake.hint}"
+    return None

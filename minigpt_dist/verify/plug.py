@@ -155,6 +155,8 @@ def pieces_of(impl: Implementation) -> Pieces:
     """
     if impl.ours:
         return OURS
+    if "pieces" in impl.extras:
+        return impl.extras["pieces"]()  # type: ignore[no-any-return]  # extras are Any
     wrapped = Wrapped(impl)
     return Pieces(
         model=lambda sizes: build_model(impl, sizes),

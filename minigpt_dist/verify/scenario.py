@@ -118,7 +118,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _s("unused_on_one", "a parameter idle on one rank counts as zero there", absent=((2, 1),)),
     _s("unused_later", "a parameter idle after first steps does not meet its old gradient again", absent=((0, -1), (3, -1)), absent_from=3),
     _s("idle_rank", "a rank without any gradient counts as zeros", absent=tuple((i, 1) for i in range(len(SHAPES))), steps=2),
-    _s("tied", "a tensor under two names is one parameter", tied=(1,)),
+    _s("tied", "a tensor under two names is one parameter", tied=(0,)),
     _s("backwards", "two backwards before a step add up", backwards=2),
     _s("keep_grads", "without zero_grad gradients add up on every rank", keep_grads_before=(2, 3)),
     _s("model_zero_grad", "the model's own zero_grad, which drops the tensors", model_zero_grad=True),

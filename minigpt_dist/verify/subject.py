@@ -13,6 +13,7 @@ from typing import Any
 
 from minigpt_dist.launch import World, run_world
 from minigpt_dist.verify.contract import OURS
+from minigpt_dist.verify.peers import Traits, traits_of
 
 DEADLINE_S = 60.0
 
@@ -49,6 +50,11 @@ class Subject:
     def ours(self) -> bool:
         """Is this the package itself? Then correct means bit for bit."""
         return self.spec == OURS
+
+    @property
+    def traits(self) -> Traits | None:
+        """What a peer (`peer:NAME`) is by design; None for any other implementation."""
+        return traits_of(self.spec)
 
     def evidence(self, key: tuple[Any, ...], gather: Callable[[], Any]) -> Any:
         """What `gather()` returned the first time for `key`; an exception is remembered and raised again."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from minigpt_dist.verify.gradients import initial_value, rank_gradient
 from minigpt_dist.verify.scenario import Scenario
 
+Flat = Sequence[Sequence[Tensor]]  # [rank][step]: parameters as one vector (P,)
 FIT = 2e-5  # a wrong formula that fits what was seen leaves only float32 rounding; the bound for right ones is a fifth of it
 
 
@@ -136,7 +137,8 @@ class Mistake:
     """A wrong optimizer: `stage` to blame, `hint` for the reader, and what it does instead.
 
     grad: what is used in place of the mean gradient. clip: the factor, (P,) or scalar, in place of the global one. alone: each rank
-    updates all parameters itself, so that ranks differ. Other fields change one part of the update each.
+    updates all parameters itself, so that ranks differ. stale: parameters shown are those of the step before. every: only each so manyth
+    step does anything. Other fields change one part of the update each.
     """
 
     stage: str
@@ -163,6 +165,7 @@ class Mistake:
     round_moments: torch.dtype | None = None
     forget_moments: bool = False
     stale: bool = False
+    every: int = 1
 
 
 RIGHT = Mistake("optimizer", "")
@@ -205,6 +208,8 @@ class Simulation:
     def _active(self) -> Tensor:
         """Which elements take part: those of a tensor that some rank used, and that has joined."""
         s, N = self.at.scenario, self.at.world_size
+        if self.step % self.mistake.every:
+            return torch.zeros(self.at.numel, dtype=torch.bool)
         idle = frozenset.intersection(*(s.without_gradient(self.step, r, N) for r in range(N)))
         if self.absent_as_zero:
             idle = frozenset()
@@ -253,14 +258,14 @@ class Simulation:
             setattr(x, name, torch.where(active, new, getattr(x, name)))
 
 
-def steps_fitting(m: Mistake, at: Layout, seen: Sequence[Sequence[Tensor]], since: int = 1) -> int:
+def steps_fitting(m: Mistake, at: Layout, seen: Flat, since: int = 1) -> int:
     """For how many steps from the first `m` reproduces what every rank showed; `seen[rank][step]` are flat vectors (P,)."""
     ranks = range(len(seen)) if m.alone else (0,)
     readings = (False, True) if at.scenario.absent else (False,)
     return max(_fitting([Simulation(m, at, rank, since, zero) for rank in ranks], m.alone, seen) for zero in readings)
 
 
-def _fitting(runs: Sequence[Simulation], alone: bool, seen: Sequence[Sequence[Tensor]]) -> int:
+def _fitting(runs: Sequence[Simulation], alone: bool, seen: Flat) -> int:
     for step in range(1, len(seen[0])):
         shown = [run.advance() for run in runs]
         for rank, values in enumerate(seen):

@@ -1,7 +1,7 @@
 """Does load_sharded give back what save_sharded was given: every kind of value, every rank, nothing else touched?
 
-Owns the round trips. Leaves what ranks do to `verify/checkpoint_probe.py`, refusals to `checkpoint_refusals.py`, and saves
-that fail to `checkpoint_crash.py`.
+Owns the round trips. Leaves what ranks do to `verify/checkpoint_probe.py`, refusals to `checkpoint_refusals.py`, and
+saves that fail to `checkpoint_crash.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ def round_trip(subject: Subject, world_size: int) -> list[Violation]:
 
 
 def _misplaced(loaded: dict[str, Any], wanted: list[Census]) -> str:
-    """Are the right states there in another order, or one in place of all?"""
-    states = loaded.get("states", [])
-    places = [wanted.index(state) if state in wanted else None for state in states]
+    """Are the right states there, but in other places?"""
+    places = [wanted.index(state) if state in wanted else None for state in loaded.get("states", [])]
     if None in places or places == list(range(len(wanted))):
         return ""
-    return f"these are the states of ranks {places}: " + (
-        "sorted as text?" if sorted(map(str, places)) == [str(p) for p in places] else "in another order"
-    )
+    text_order = sorted(range(len(wanted)), key=str)
+    return f"these are the states of ranks {places}" + (": file names sorted as text" if places == text_order else "")
 
 
 def _kinds(which: str) -> Find:
@@ -67,9 +65,7 @@ def states_untouched(subject: Subject, world_size: int) -> list[Violation]:
 def independent(subject: Subject, world_size: int) -> list[Violation]:
     """Training on after a save, or after a load, does not change the checkpoint, which is there when the save returns."""
     rows = asked(subject, "independent", world_size)
-    hint = (
-        "every byte must be written before the save returns, and no memory shared with what is saved or with the file"
-    )
+    hint = "every byte must be written before the save returns, and no memory shared with caller or file"
     return first(
         [unequal(row["loaded"], saved(world_size), f"the checkpoint ({row['case']})", hint=hint) for row in rows]
     )

@@ -1,7 +1,7 @@
 """Does load_sharded refuse what is not the checkpoint that was saved?
 
-Any exception is a refusal, and nothing less is. Damage that leaves every value as it was may go unnoticed: what counts is
-that no wrong state is ever loaded. Owns the refusals' checks. Leaves the damage to `verify/checkpoint_damage.py`.
+Any exception is a refusal, and nothing less is. Damage that leaves every value as it was may go unnoticed: what counts
+is that no wrong state is ever loaded. Owns the refusals' checks. Leaves the damage to `verify/checkpoint_damage.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How checks of the checkpoint piece ask, compare, and say what they saw.
 
-Owns the words shared by `checkpoint.py`, `checkpoint_refusals.py` and `checkpoint_crash.py`. World size here is the number
-of states; all of it runs on one rank.
+Owns the words shared by `checkpoint.py`, `checkpoint_refusals.py` and `checkpoint_crash.py`. World size here is the
+number of states; all of it runs on one rank.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from minigpt_dist.trace import Record, Trace
 from minigpt_dist.verify.checks.optimizer import allowed
 from minigpt_dist.verify.checks.registry import Check, register
 from minigpt_dist.verify.composition import Composed, composed, oracle
+from minigpt_dist.verify.peers.traits import Traits
+from minigpt_dist.verify.peers.traits import optimizer_bytes as state_bytes
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
@@ -82,12 +84,14 @@ def _norm_hint(first: Record, other: Record) -> str:
 def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
     """(c) Optimizer memory is 12P/N bytes on every rank at every step: exactly ours; others may pad, or own whole parameters (8P/N)."""
     evidence = _evidence(subject, world_size)
+    if subject.traits is not None:
+        return peer_bytes(subject.traits, evidence)
     P = sum(len(raw) // 4 for raw in evidence.finals[0].values())
     share = zero1_bytes(P, world_size)
     most = share if subject.ours else allowed(share)
     if evidence.averages_outside:  # whole parameters have owners: together one copy; how even that is, optimizer.balanced asks
         most = allowed(8 * P)
-    for record in evidence.whole.records:
+    for record in evidence.whole.counted():
         held = record.bytes["optimizer"]
         if held > most or (subject.ours and record.step and held != share):
             hint = "this is the whole state: it is not sharded" if world_size > 1 and held >= 8 * P else ""
@@ -98,6 +102,17 @@ def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
         return [Violation("optimizer memory over all ranks", f"{total} bytes", f"{8 * P} (two float32 moments, once)", "memory", hint="it is not sharded")]
     if total < 8 * P:
         return [Violation("optimizer memory over all ranks", f"{total} bytes", f"at least {8 * P} (two float32 moments)", "memory")]
+    return []
+
+
+def peer_bytes(traits: Traits, evidence: Composed) -> list[Violation]:
+    """A peer holds, on every rank from the first update on, exactly the bytes that follow from its own rule."""
+    wanted = state_bytes(traits, evidence.shapes, evidence.whole.world_size)
+    for record in evidence.whole.counted():
+        held = record.bytes["optimizer"] + (record.bytes["params"] if traits.sharded_parameters else 0)
+        if record.step and held != wanted[record.rank]:
+            return [Violation("optimizer memory", f"{held} bytes", f"{wanted[record.rank]} bytes ({traits.bytes_per_element} an element it owns)", "memory",
+                              step=record.step, rank=record.rank)]
     return []
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
+from minigpt_dist.verify.peers import unavailable
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
@@ -62,11 +63,16 @@ class Verdict:
 
 def put(check: Check, subject: Subject, world_size: int) -> Verdict:
     """Ask one check. A run that broke is a violation of its own: who waits where, or which rank raised what."""
+    absent = unavailable(subject.spec)
+    if absent:
+        return Verdict(check.name, world_size, not_judged=absent)
     try:
         return Verdict(check.name, world_size, tuple(check.find(subject, world_size)))
     except NotJudged as reason:
         return Verdict(check.name, world_size, not_judged=str(reason))
     except LaunchError as error:
+        if subject.traits is not None and isinstance(error, RankError) and error.kind == "MissingPieceError":
+            return Verdict(check.name, world_size, not_judged=error.message)  # a peer is known, and owes no piece it never had
         if check.exotic and not subject.ours and isinstance(error, RankError) and error.kind != "MissingPieceError":
             return Verdict(check.name, world_size, not_judged=f"it refuses: {error.kind}: {error.message}")
         return Verdict(check.name, world_size, (broken_run(error, check.stage),))

@@ -6,14 +6,18 @@ from minigpt_dist.launch import LaunchError
 from minigpt_dist.trace import Record, Trace
 from minigpt_dist.verify.checks.composition import default_config
 from minigpt_dist.verify.checks.registry import Check, broken_run, register
-from minigpt_dist.verify.composition import composed
+from minigpt_dist.verify.composition import Composed, composed
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
 
 def resumes_byte_equal(subject: Subject, world_size: int) -> list[Violation]:
     """(d) What is loaded at step 10 equals the snapshot, and each step to 20 the unbroken run: every parameter, buffer and state byte."""
-    evidence = composed(subject, default_config(world_size))
+    return resume_violations(composed(subject, default_config(world_size)))
+
+
+def resume_violations(evidence: Composed) -> list[Violation]:
+    """The first byte in which the resumed run differs from the unbroken one, from its checkpoint on."""
     if isinstance(evidence.resume_error, NotJudged):
         raise evidence.resume_error
     if isinstance(evidence.resume_error, LaunchError):

@@ -22,7 +22,7 @@ def zero_grad_forgotten() -> Names:
 
 
 @fault(source="tenstorrent/tt-blacksmith#711, for owned parameters only", needs="two steps, a parameter that the rank does not own",
-       check="optimizer.plain", stage="backward", step=2, tensor="p0", green=("param_norms",), equivalent=((1, "one rank owns everything"),))
+       check="optimizer.plain", stage="backward", step=2, tensor="p1", green=("param_norms",), equivalent=((1, "one rank owns everything"),))
 def zero_grad_clears_owned_parameters_only() -> Names:
     """Each rank clears the gradients of the parameters in its slice; the others keep adding up there."""
 

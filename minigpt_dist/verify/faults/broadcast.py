@@ -99,7 +99,7 @@ def broadcast_averages_the_ranks() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="contiguous() returning a copy", needs="a parameter that is not contiguous", check="broadcast.first", stage="broadcast", step=0, rank=1,
+@fault(source="contiguous() returning a copy", needs="a parameter that is not contiguous", check="broadcast.layouts", stage="broadcast", step=0, rank=1,
        tensor="transposed", green=("param_norms",))
 def broadcast_into_a_copy() -> Names:
     """A tensor that is not contiguous is copied, the copy is received into and dropped."""
@@ -170,8 +170,8 @@ def broadcast_thaws_frozen_parameters() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="same seed in place of a broadcast", needs="a value that no seed gives", check="broadcast.first", stage="broadcast", step=0, rank=1,
-       tensor="weight")
+@fault(source="same seed in place of a broadcast", needs="a value that no seed gives", check="broadcast.first", stage="broadcast", step=0, rank=0,
+       tensor="norm.running_mean")
 def broadcast_reseeds_instead() -> Names:
     """Every rank draws its weights anew from one seed; what was there on rank 0 is lost, and plain parameters stay different."""
 

@@ -105,6 +105,10 @@ class GroupedZero(torch.optim.Optimizer):
             self.gather(p)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's own form: state by number of the parameter, and the groups' options."""
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; the numbers of parameters come back from a file as text."""
         state = {int(key): value for key, value in state_dict["state"].items()}

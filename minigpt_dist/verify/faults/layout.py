@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minigpt_dist.verify.faults.base import LessonZero
@@ -31,7 +30,7 @@ def last_element_gets_the_pad() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="P // N in place of a ceiling", needs="P not divisible by N", check="optimizer.remainder_one", stage="optimizer", step=1, tensor="p0",
+@fault(source="P // N in place of a ceiling", needs="P not divisible by N", check="optimizer.remainder_one", stage="reduce", step=1, tensor="p0",
        green=("optimizer.divisible",), equivalent=NO_PADDING)
 def remainder_never_updated() -> Names:
     """Slices have P // N elements; what remains at the end belongs to nobody."""
@@ -237,22 +236,15 @@ def optimizer_on_copies_of_the_parameters() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="hard-coded torch.float32 receive buffers", needs="float64 parameters", check="optimizer.float64", stage="gather",
-       green=("optimizer.plain",), equivalent=((1, "nothing is received"),))
-def receive_buffers_of_the_wrong_type() -> Names:
-    """State follows the parameters' type, but the gather receives into float32."""
+@fault(source="p.data = slice of a float32 buffer", needs="float64 parameters", check="optimizer.float64", stage="gather", green=("optimizer.plain",))
+def parameters_change_their_type() -> Names:
+    """The new values are put in place of the parameter's data, in the type of the buffer."""
 
     class Zero(LessonZero):
-        def padded(self, parts: list[Tensor]) -> Tensor:
-            dtype = next((p.dtype for p in self.params()), torch.float32)
-            flat = torch.cat([t.detach().to(dtype).flatten() for t in parts])
-            return torch.cat([flat, flat.new_zeros(self.chunk * self.world_size - flat.numel())])
-
-        def gather(self) -> Tensor:
-            if self.world_size == 1:
-                return self.master
-            parts = [torch.empty(self.chunk) for _ in range(self.world_size)]
-            dist.all_gather(parts, self.master)
-            return torch.cat(parts)
+        def write_back(self, flat: Tensor) -> None:
+            offset = 0
+            for p in self.params():
+                p.data = flat[offset : offset + p.numel()].view(p.shape).clone()
+                offset += p.numel()
 
     return {"ZeroOptimizer": Zero}

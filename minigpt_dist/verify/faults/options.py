@@ -113,18 +113,6 @@ def closure_called_twice() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="step() under @torch.no_grad() with a closure inside", needs="a closure", check="optimizer.closure", stage="optimizer",
-       green=("optimizer.plain",))
-def closure_without_gradients() -> Names:
-    """The closure runs inside no_grad, where backward cannot."""
-
-    class Zero(GroupedZero):
-        def evaluate(self, closure: Closure) -> float | None:
-            return None if closure is None else closure()
-
-    return {"ZeroOptimizer": Zero}
-
-
 @fault(source="step() without a return", needs="a closure", check="optimizer.closure", stage="optimizer", step=1, rank=0, green=("optimizer.plain",))
 def closure_loss_not_returned() -> Names:
     """step(closure) returns None."""
@@ -153,7 +141,7 @@ def frozen_parameters_are_updated() -> Names:
 
 
 @fault(source="NVIDIA/Megatron-LM#656, tied weights reduced once for each name", needs="a tied parameter", check="optimizer.tied", stage="reduce", step=1,
-       tensor="p1", green=("optimizer.plain",), equivalent=((1, "a sum over one rank changes nothing"),))
+       tensor="p0", green=("optimizer.plain",), equivalent=((1, "a sum over one rank changes nothing"),))
 def tied_parameter_reduced_twice() -> Names:
     """Gradients are summed over ranks in place, name by name: a tensor with two names is summed twice."""
 

@@ -190,7 +190,7 @@ def save_called_on_rank0_only() -> Names:
     return {"save_sharded": save_sharded}
 
 
-@fault(source="counting steps from zero in one place", needs="reading the manifest", check="checkpoint.records_step", stage="save", step=10,
+@fault(source="counting steps from zero in one place", needs="reading the manifest", check="checkpoint.records_step", stage="save",
        green=("checkpoint.round_trip", "resume_bytes"))
 def step_recorded_one_early() -> Names:
     """The manifest tells the index of the last step, not the number of steps done."""

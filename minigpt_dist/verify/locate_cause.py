@@ -1,0 +1,108 @@
+"""The shape of a difference: what is there instead of what should be there.
+
+Owns the list of known shapes of a wrong gradient or a wrong vector (a factor, a missing share, a shift, a stale value, padding, one rank's slice) and
+the words for them. A guess at the cause: no verdict depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Fits = Callable[[Tensor, Tensor], Tensor]  # (seen, wanted) -> which elements are equal within what is allowed
+
+
+def wrong_means(shares: Tensor, previous: Tensor | None, owner: Tensor, micro_batches: int) -> Iterator[tuple[str, Tensor]]:
+    """(cause, gradient) of each known wrong way to average. `shares` (N, P): each rank's gradient divided by N; `previous`: the mean one step before."""
+    N, mean = len(shares), shares.sum(0)
+    if N > 1:
+        yield f"a factor N = {N}: summed, but not divided", mean * N
+        yield f"a factor 1/N = 1/{N}: divided by the number of ranks twice", mean / N
+        for r in range(N):
+            yield f"the share of rank {r} is missing", mean - shares[r]
+            yield f"the share of rank {r} is missing, from the divisor too", (mean - shares[r]) * N / (N - 1)
+        for r in range(N):
+            yield f"only rank {r}'s gradient counts", shares[r] * N
+            yield f"only rank {r}'s share of the sum is there", shares[r]
+        own = shares.gather(0, owner.clamp(max=N - 1)[None])[0]
+        yield "the owner of each slice uses its own gradient: nothing is reduced", own * N
+        yield "the owner's own share counts twice", mean + own
+        yield "the largest gradient of the ranks is used, and no mean", (shares * N).amax(0)
+    if micro_batches > 1:
+        yield f"a factor M = {micro_batches}: summed over micro-batches, but not divided", mean * micro_batches
+        yield f"a factor 1/M = 1/{micro_batches}: divided by the micro-batches twice", mean / micro_batches
+    for factor in (2.0, 0.5, 4.0, 0.25, N / 4):
+        yield f"a factor {factor:g}", mean * factor
+    yield "the gradient is zero", torch.zeros_like(mean)
+    if previous is not None:
+        yield "one step late: the gradient of the step before", previous
+        yield "the gradient of the step before is added", mean + previous
+    for by in (1, -1, 2, -2):
+        yield f"shifted by {abs(by)} element{'s' * (abs(by) > 1)} {'forward' if by > 0 else 'back'}", shifted(mean, by)
+    yield "the elements are in reversed order", mean.flip(0)
+    for kind in (torch.bfloat16, torch.float16):
+        yield f"rounded to {str(kind).removeprefix('torch.')} on the way", (shares * N).to(kind).double().sum(0).to(kind).double() / N
+
+
+def shifted(vector: Tensor, by: int) -> Tensor:
+    """`vector` moved by `by` places, zeros where nothing comes."""
+    moved = torch.zeros_like(vector)
+    if by > 0:
+        moved[by:] = vector[:-by]
+    else:
+        moved[:by] = vector[-by:]
+    return moved
+
+
+def shape_of(
+    seen: Tensor, wanted: Tensor, wrong: Tensor, before: Tensor | None, previous: Tensor | None, owner: Tensor, alone: bool = False
+) -> str:
+    """The known shape of a wrong vector, or "". `before`: what was seen one step earlier; `previous`: what was wanted then.
+
+    alone: nothing is known of what else the vector may be (two runs are compared): constant factors count as well.
+    """
+    at = wrong.nonzero().flatten()
+    if not len(at):
+        return ""
+    where = region(at, wrong.numel(), owner)
+    if bool((seen[at] == 0).all()):
+        return f"zeros{where}"
+    if before is not None and bool((seen[at] == before[at]).all()):
+        return f"equal to the value before the step (stale){where}"
+    if previous is not None and torch.allclose(seen[at], previous[at], rtol=1e-6, atol=0.0):
+        return f"one step late{where}"
+    for by in (1, -1, 2, -2):
+        if wrong.numel() > 8 and torch.allclose(seen[2:-2], shifted(wanted, by)[2:-2], rtol=1e-6, atol=1e-12):
+            return f"shifted by {abs(by)} element{'s' * (abs(by) > 1)} {'forward' if by > 0 else 'back'}"
+    factor = (seen[at] / wanted[at]) if alone else torch.tensor([torch.nan])
+    middle = float(factor.median())
+    if bool(((factor - middle).abs() <= 1e-4 * abs(middle)).all()) and abs(middle - 1) > 1e-3:
+        return f"a factor {middle:.4g}{where}"
+    return where.removeprefix(", ")
+
+
+def region(at: Tensor, numel: int, owner: Tensor) -> str:
+    """", only ...": which part of the vector is wrong, if it is a telling one."""
+    if len(at) == numel or not len(at):
+        return ""
+    if int(at[0]) >= numel - 8 and numel > 64:
+        return f", only the last element{'s' * (len(at) > 1)} ({len(at)}): padding"
+    owners = owner[at].unique().tolist()
+    if len(owners) == 1 and int(owner.max()) > 0:
+        return f", only in the slice that rank {owners[0]} owns"
+    return ""
+
+
+def matching(seen: Sequence[Tensor], candidates: Iterator[tuple[str, Callable[[], Tensor]]], fits: Fits, wrong: Tensor, owner: Tensor) -> str:
+    """The first candidate that explains every rank's vector: everywhere, or in just the part that is wrong. "" if none does."""
+    where = region(wrong.nonzero().flatten(), wrong.numel(), owner)
+    for cause, make in candidates:
+        vector = make()
+        right = [fits(values, vector) for values in seen]
+        if all(bool(r.all()) for r in right):
+            return cause
+        if where and all(bool(r[wrong].all()) for r in right):
+            return cause + where
+    return ""
