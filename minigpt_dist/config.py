@@ -94,7 +94,10 @@ class TrainConfig:
                 "a finite number >= 0",
             )
         _require(
-            len(self.betas) == 2 and all(0.0 <= b < 1.0 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)"
+            len(self.betas) == 2 and all(0.0 <= b < 1.0 for b in self.betas),
+            "betas",
+            self.betas,
+            "two numbers in [0, 1)",
         )
         _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _require(self.reduction in REDUCTIONS, "reduction", self.reduction, f"one of {', '.join(REDUCTIONS)}")

@@ -50,11 +50,15 @@ def block_start(config: TrainConfig, step: int, rank: int, micro_batch: int) -> 
     return (step * per_step + rank * config.micro_batches + micro_batch) * config.block_tokens
 
 
-def read_batch(corpus: Tensor, config: TrainConfig, step: int, rank: int, micro_batch: int = 0) -> tuple[Tensor, Tensor]:
+def read_batch(
+    corpus: Tensor, config: TrainConfig, step: int, rank: int, micro_batch: int = 0
+) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one micro-batch, each (B, S) int64, targets one token later than inputs."""
     start = block_start(config, step, rank, micro_batch)
     block = corpus[start : start + config.block_tokens]
     if block.numel() < config.block_tokens:
-        raise ValueError(f"corpus has {corpus.numel()} tokens, but step {step} reads up to {start + config.block_tokens}")
+        raise ValueError(
+            f"corpus has {corpus.numel()} tokens, but step {step} reads up to {start + config.block_tokens}"
+        )
     shape = (config.batch, config.model.seq_len)
     return block[:-1].view(shape), block[1:].view(shape)

@@ -34,7 +34,9 @@ def live_tensors() -> list[Tensor]:
     gc.collect()
     objects = [o for o in gc.get_objects() if type(o) is not FrameType]
     tensors = [o for o in objects if issubclass(type(o), Tensor)]  # type(): isinstance would wake lazy proxies
-    module_globals = [vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType]  # frozen ones are not in get_objects
+    module_globals = [
+        vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType
+    ]  # frozen ones are not in get_objects
     held = set(map(id, gc.get_referents(*objects, *module_globals)))
     return [t for t in tensors if id(t) in held]
 

@@ -26,10 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SPEC",
         help="implementation to judge: a module, a path to a file or folder, fault:NAME or peer:NAME; repeatable (default: minigpt_dist)",
     )
-    group.addoption("--slots", default="", metavar="A,B", help="judge only these pieces of it and take the rest from minigpt_dist")
-    group.addoption("--world-sizes", default="", metavar="N,M", help="world sizes to judge at (default: each check's own)")
-    group.addoption("--deadline", type=float, default=60.0, metavar="S", help="seconds after which a run of ranks counts as stuck")
-    group.addoption("--profile", choices=sorted(PROFILES), default=None, help="how many examples hypothesis draws (default: dev, or ci where CI is set)")
+    group.addoption(
+        "--slots", default="", metavar="A,B", help="judge only these pieces of it and take the rest from minigpt_dist"
+    )
+    group.addoption(
+        "--world-sizes", default="", metavar="N,M", help="world sizes to judge at (default: each check's own)"
+    )
+    group.addoption(
+        "--deadline", type=float, default=60.0, metavar="S", help="seconds after which a run of ranks counts as stuck"
+    )
+    group.addoption(
+        "--profile",
+        choices=sorted(PROFILES),
+        default=None,
+        help="how many examples hypothesis draws (default: dev, or ci where CI is set)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,9 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
             max_examples=examples,
             deadline=None,  # wall-clock limits flake under load; a stuck world has its own deadline
             derandomize=name == "ci",
-            database=None if name == "ci" else hypothesis.settings.default.database,
+            **({"database": None} if name == "ci" else {}),
             print_blob=True,
-            suppress_health_check=[hypothesis.HealthCheck.too_slow],  # an example starts processes: slow is not unhealthy
+            suppress_health_check=[
+                hypothesis.HealthCheck.too_slow
+            ],  # an example starts processes: slow is not unhealthy
         )
     chosen = config.getoption("--profile") or ("ci" if os.environ.get("CI") else "dev")
     hypothesis.settings.load_profile(f"minigpt_dist-{chosen}")
@@ -94,21 +107,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes `subject` runs for each --impl; one that takes `check_at` for each (check, world size) of its marker."""
     if "subject" in metafunc.fixturenames:
         specs = metafunc.config.getoption("--impl") or ["minigpt_dist"]
-        metafunc.parametrize("subject", specs, indirect=True, scope="session", ids=[Path(s).stem if "/" in s else s for s in specs])
+        metafunc.parametrize(
+            "subject", specs, indirect=True, scope="session", ids=[Path(s).stem if "/" in s else s for s in specs]
+        )
     if "check_at" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("checks")
         assert marker is not None, "a test that takes check_at names its checks: @pytest.mark.checks('...')"
         from minigpt_dist.verify.checks import CHECKS
 
         asked = _world_sizes(metafunc.config)
-        chosen = [c for prefix in marker.args for c in CHECKS.values() if c.name == prefix or c.name.startswith(prefix + ".")]
+        chosen = [
+            c for prefix in marker.args for c in CHECKS.values() if c.name == prefix or c.name.startswith(prefix + ".")
+        ]
         cases = [(c.name, N) for c in chosen for N in (asked or c.world_sizes)]
         metafunc.parametrize("check_at", cases, ids=[f"{name}-N{N}" for name, N in cases])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--impl") and items and not any("subject" in getattr(i, "fixturenames", ()) for i in items):
-        raise pytest.UsageError(f"--impl was given, but none of the tests chosen judges an implementation: name none, or {SUITE}")
+        raise pytest.UsageError(
+            f"--impl was given, but none of the tests chosen judges an implementation: name none, or {SUITE}"
+        )
 
 
 _SUBJECTS: dict[tuple[str, tuple[str, ...]], Any] = {}

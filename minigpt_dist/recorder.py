@@ -88,7 +88,9 @@ class Recorder:
     def _append(self, step: int, loss: float) -> None:
         calls = ledger.entries() if "collectives" in self.watch else []
         digests = "digests" in self.watch
-        counted = census(self.model, self.known_storages) if "bytes" in self.watch and self._is_counted(step) else {}  # before parameters are collected
+        counted = (
+            census(self.model, self.known_storages) if "bytes" in self.watch and self._is_counted(step) else {}
+        )  # before parameters are collected
         params = self.parameters()
         record = Record(
             step=step,

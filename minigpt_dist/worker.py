@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minigpt_dist.checkpoint import load_resharded, load_sharded, save_shard
+from minigpt_dist.checkpoint import load_resharded, save_shard
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.corpus import make_corpus, read_batch, read_text
 from minigpt_dist.loop import train
@@ -40,9 +40,13 @@ class Pieces:
     optimizer: Callable[[nn.Module, TrainConfig, int, int], Any]
     save: Callable[[State, Path, int, TrainConfig], object]
     load: Callable[[Path, int, int], State]
-    forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)  # through a data-parallel wrapper, if any
+    forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(
+        ids
+    )  # through a data-parallel wrapper, if any
     after_backward: Callable[[nn.Module], object] = lambda model: None  # its finish call, where hooks do not do it all
-    full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = whole_parameters  # collected, where they are sharded
+    full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = (
+        whole_parameters  # collected, where they are sharded
+    )
 
 
 def _own_model(sizes: ModelConfig) -> nn.Module:
@@ -147,7 +151,9 @@ class Worker:
     def _restore(self, model: nn.Module, optimizer: Any) -> int:
         if not self.resume:
             return 0
-        return restore_state(self.pieces.load(self.source or self.folder, self.config.world_size, self.rank), model, optimizer)
+        return restore_state(
+            self.pieces.load(self.source or self.folder, self.config.world_size, self.rank), model, optimizer
+        )
 
     def _batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of one step. Dropout's stream is a function of seed, step and place in the global batch."""
@@ -161,10 +167,10 @@ class Worker:
 
     def _backward(self, loss: Tensor, optimizer: Any) -> None:
         if self.config.reduction == "exact":
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+            loss.backward()
             optimizer.fold()
         else:
-            (loss / self.config.micro_batches).backward()  # type: ignore[no-untyped-call]  # as above
+            (loss / self.config.micro_batches).backward()
         self.pieces.after_backward(self.model)
 
     def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:

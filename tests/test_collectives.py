@@ -74,7 +74,9 @@ CUTS = st.lists(st.integers(0, 40), min_size=3, max_size=3)
 @example(seed=0, cuts=[0, 0, 0], numel=0)
 @example(seed=0, cuts=[10, 20, 30], numel=40)
 @example(seed=1, cuts=[0, 40, 40], numel=40)
-def test_reduced_slices_are_the_sum_in_rank_order_wherever_they_are_cut(ranks: World, seed: int, cuts: list[int], numel: int) -> None:
+def test_reduced_slices_are_the_sum_in_rank_order_wherever_they_are_cut(
+    ranks: World, seed: int, cuts: list[int], numel: int
+) -> None:
     N = world_size_of(ranks)
     bounds = [0, *sorted(min(c, numel) for c in cuts[: N - 1]), numel]
     assert torch.equal(torch.cat(ranks.run(reduce_body, seed, bounds)), in_rank_order(seed, N, numel))
@@ -83,7 +85,9 @@ def test_reduced_slices_are_the_sum_in_rank_order_wherever_they_are_cut(ranks: W
 @given(seed=st.integers(0, 99), cuts=CUTS, numel=st.integers(0, 40))
 @example(seed=0, cuts=[10, 20, 30], numel=40)
 @example(seed=1, cuts=[0, 40, 40], numel=40)
-def test_gathered_slices_reach_every_rank_wherever_they_are_cut(ranks: World, seed: int, cuts: list[int], numel: int) -> None:
+def test_gathered_slices_reach_every_rank_wherever_they_are_cut(
+    ranks: World, seed: int, cuts: list[int], numel: int
+) -> None:
     bounds = [0, *sorted(min(c, numel) for c in cuts[: world_size_of(ranks) - 1]), numel]
     assert all(torch.equal(flat, _addend(seed, 0, numel)) for flat in ranks.run(gather_body, seed, bounds))
 

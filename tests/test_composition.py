@@ -33,7 +33,7 @@ def full_batch(config: TrainConfig) -> dict[str, torch.Tensor]:
         blocks = tokens.view(config.steps, config.world_size, config.block_tokens)[step]
         x, y = blocks[:, :-1].reshape(-1, config.model.seq_len), blocks[:, 1:].reshape(-1)
         adamw.zero_grad()
-        nn.functional.cross_entropy(model(x).flatten(0, 1), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y).backward()
         adamw.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -46,7 +46,10 @@ def final(evidence: Composed, name: str, like: torch.Tensor) -> torch.Tensor:
 def test_float64_run_equals_the_full_batch_within_its_bound(stack: Subject, world_size: int) -> None:
     config = TrainConfig(world_size=world_size, dtype="float64")
     evidence = composed(stack, config)
-    worst = max(float(((final(evidence, n, p) - p).abs() / p.abs().clamp_min(1e-3)).max()) for n, p in full_batch(config).items())
+    worst = max(
+        float(((final(evidence, n, p) - p).abs() / p.abs().clamp_min(1e-3)).max())
+        for n, p in full_batch(config).items()
+    )
     assert worst <= PARAM_REL_FLOAT64
 
 
@@ -54,7 +57,11 @@ def test_float64_run_equals_the_full_batch_within_its_bound(stack: Subject, worl
 def test_each_step_exchanges_the_gradient_once_and_the_parameters_once(stack: Subject, world_size: int) -> None:
     trace = composed(stack, TrainConfig(world_size=world_size)).whole
     padded = world_size * -(-29_824 // world_size)
-    calls = [[(c["op"].split("_single")[0], c["numel"]) for c in r.collectives] for r in trace.records if r.step not in (0, 11)]
+    calls = [
+        [(c["op"].split("_single")[0], c["numel"]) for c in r.collectives]
+        for r in trace.records
+        if r.step not in (0, 11)
+    ]
     assert {tuple(step) for step in calls} == {(("all_to_all", padded), ("all_gather", padded // world_size))}
 
 

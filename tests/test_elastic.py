@@ -49,7 +49,9 @@ def test_checkpoint_of_two_ranks_resumes_at_eight_with_the_same_bytes(unbroken: 
 
 
 def test_exact_mode_with_dropout_is_independent_of_world_size(tmp_path: Path) -> None:
-    config = TrainConfig.from_dict({**WHOLE.to_dict(), "model": {**WHOLE.to_dict()["model"], "dropout": 0.1}, "steps": 2, "checkpoint_step": 0})
+    config = TrainConfig.from_dict(
+        {**WHOLE.to_dict(), "model": {**WHOLE.to_dict()["model"], "dropout": 0.1}, "steps": 2, "checkpoint_step": 0}
+    )
     assert train(config, tmp_path) == train(resized(config, 2), tmp_path)
 
 

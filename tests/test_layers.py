@@ -47,7 +47,9 @@ def test_every_room_has_a_layer() -> None:
 
 
 def test_loop_imports_no_distributed_and_fits_on_a_screen() -> None:
-    assert not [name for name in imports_of(PACKAGE / "loop.py") if "distributed" in name or name.startswith("minigpt_dist")]
+    assert not [
+        name for name in imports_of(PACKAGE / "loop.py") if "distributed" in name or name.startswith("minigpt_dist")
+    ]
     tree = ast.parse((PACKAGE / "loop.py").read_text(encoding="utf-8"))
     (train,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train"]
     assert train.end_lineno is not None
@@ -60,8 +62,16 @@ def test_training_never_imports_the_judge() -> None:
 
 
 def test_only_collectives_calls_torch_distributed_among_the_pieces() -> None:
-    users = {p.name for room in ("parallel", "checkpoint") for p in (PACKAGE / room).glob("*.py") if "torch.distributed" in imports_of(p)}
-    assert users <= {"collectives.py", "dcp.py"}  # dcp.py speaks torch.distributed.checkpoint's file format, in one process
+    users = {
+        p.name
+        for room in ("parallel", "checkpoint")
+        for p in (PACKAGE / room).glob("*.py")
+        if "torch.distributed" in imports_of(p)
+    }
+    assert users <= {
+        "collectives.py",
+        "dcp.py",
+    }  # dcp.py speaks torch.distributed.checkpoint's file format, in one process
 
 
 def test_only_launch_knows_rendezvous() -> None:

@@ -70,12 +70,26 @@ def test_broadcast_comes_before_the_optimizer_and_each_step_is_in_order() -> Non
 
 
 def test_micro_batches_share_one_step() -> None:
-    middle = ["zero_grad", "forward", "backward", "forward", "backward", "backward_done 1", "step", "updated 1 [2.0, 2.0]", "save 1"]
+    middle = [
+        "zero_grad",
+        "forward",
+        "backward",
+        "forward",
+        "backward",
+        "backward_done 1",
+        "step",
+        "updated 1 [2.0, 2.0]",
+        "save 1",
+    ]
     assert calls_of(done=0, steps=1, micro_batches=2) == [*START, "started 0", *middle]
 
 
 def test_a_resumed_run_goes_on_after_the_last_completed_step() -> None:
-    assert [c for c in calls_of(done=3, steps=5) if c.startswith(("started", "save"))] == ["started 3", "save 4", "save 5"]
+    assert [c for c in calls_of(done=3, steps=5) if c.startswith(("started", "save"))] == [
+        "started 3",
+        "save 4",
+        "save 5",
+    ]
 
 
 def test_a_finished_run_trains_no_further() -> None:

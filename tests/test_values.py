@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ def test_default_model_has_29824_parameters() -> None:
     assert sum(p.numel() for p in MiniGPT().parameters()) == ModelConfig().numel() == 29_824
 
 
-@pytest.mark.parametrize("sizes", [{"tie_head": True}, {"num_layers": 3}, {"vocab": 100, "embed_dim": 48}, {"mlp_ratio": 2, "seq_len": 8}])
+@pytest.mark.parametrize(
+    "sizes", [{"tie_head": True}, {"num_layers": 3}, {"vocab": 100, "embed_dim": 48}, {"mlp_ratio": 2, "seq_len": 8}]
+)
 def test_numel_of_a_configuration_is_the_models(sizes: dict[str, Any]) -> None:
     assert sum(p.numel() for p in MiniGPT(**sizes).parameters()) == ModelConfig(**sizes).numel()
 
@@ -47,7 +50,7 @@ def test_configuration_survives_a_trip_through_plain_data() -> None:
 
 def test_every_token_of_the_corpus_has_one_successor() -> None:
     tokens = make_corpus(5, 1000).tolist()
-    assert len(set(zip(tokens, tokens[1:], strict=False))) == 64
+    assert len(set(pairwise(tokens))) == 64
 
 
 def test_a_batch_holds_every_transition_once() -> None:
@@ -90,13 +93,16 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     trace = Trace({"impl": "x"}, [Record(step=1, rank=1, loss=2.5), Record(step=0, rank=0, loss=1.0, param_norm=3.0)])
     trace.write(tmp_path / "trace.jsonl")
     again = read_trace(tmp_path / "trace.jsonl")
-    assert (again.header, [(r.step, r.rank, r.loss) for r in again.records]) == ({"impl": "x"}, [(0, 0, 1.0), (1, 1, 2.5)])
+    assert (again.header, [(r.step, r.rank, r.loss) for r in again.records]) == (
+        {"impl": "x"},
+        [(0, 0, 1.0), (1, 1, 2.5)],
+    )
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"header": {}}\n{"step": 1}\n')
-    with pytest.raises(ValueError, match="line 2 is .*, but should be one trace record"):
+    with pytest.raises(ValueError, match=r"line 2 is .*, but should be one trace record"):
         read_trace(path)
 
 

@@ -96,7 +96,10 @@ def test_weights_loaded_into_the_model_between_steps_are_trained_on() -> None:
 
 def test_a_parameter_unfrozen_later_is_trained_from_then_on() -> None:
     ours, theirs, _, _ = pair()
-    for model, build in ((ours, lambda m: ZeroOptimizer(m, 1, 0, lr=0.05)), (theirs, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0))):
+    for model, build in (
+        (ours, lambda m: ZeroOptimizer(m, 1, 0, lr=0.05)),
+        (theirs, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0)),
+    ):
         next(iter(model.parameters())).requires_grad_(False)
         optimizer = build(model)
         for seed in range(4):
@@ -130,8 +133,12 @@ def test_bfloat16_parameters_move_by_less_than_their_spacing() -> None:
 def test_parameters_and_gradients_are_views_into_one_buffer_each() -> None:
     ours, _, zero, _ = pair()
     backward(ours, 0)
-    assert {p.untyped_storage().data_ptr() for p in ours.parameters()} == {zero.shards[0].flat.data.untyped_storage().data_ptr()}
-    assert {p.grad.untyped_storage().data_ptr() for p in ours.parameters() if p.grad is not None} == {zero.shards[0].flat.grad.untyped_storage().data_ptr()}
+    assert {p.untyped_storage().data_ptr() for p in ours.parameters()} == {
+        zero.shards[0].flat.data.untyped_storage().data_ptr()
+    }
+    assert {p.grad.untyped_storage().data_ptr() for p in ours.parameters() if p.grad is not None} == {
+        zero.shards[0].flat.grad.untyped_storage().data_ptr()
+    }
 
 
 def test_optimizer_holds_twelve_bytes_a_parameter() -> None:

@@ -44,7 +44,9 @@ class FlatBuffer:
         for p, view in zip(self.params, self._data_views, strict=True):
             view.copy_(p.detach())
             p.data = view
-        waiting = [p.grad for p in self.params]  # a gradient computed before its parameter had a place here is still to be used
+        waiting = [
+            p.grad for p in self.params
+        ]  # a gradient computed before its parameter had a place here is still to be used
         self.zero_grad()
         for p, grad in zip(self.params, waiting, strict=True):
             p.grad = p.grad if grad is None else grad

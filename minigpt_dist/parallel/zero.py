@@ -93,8 +93,8 @@ class _Shard:
             else:
                 runs.append((start, stop, self.steps[i], options))
         for start, stop, step, options in runs:
-            state = (t[start:stop] for t in (self.master, self.exp_avg, self.exp_avg_sq, grad))
-            adamw_(*state, step, **{k: options[k] for k in ("lr", "betas", "eps", "weight_decay")})
+            master, exp_avg, exp_avg_sq, g = (t[start:stop] for t in (self.master, self.exp_avg, self.exp_avg_sq, grad))
+            adamw_(master, exp_avg, exp_avg_sq, g, step, **{k: options[k] for k in ("lr", "betas", "eps", "weight_decay")})
 
     def gather(self, group: Group) -> None:
         """Cast the updated slice into the parameters and collect everyone's."""
@@ -111,7 +111,13 @@ class _Shard:
         """Copies of the slice without its padding; `offset`, `numel` and `total` say which elements of how many."""
         numel = max(min(self.hi, self.flat.total) - self.lo, 0)
         tensors = {name: getattr(self, name)[:numel].clone() for name in STATE_NAMES}
-        return {"offset": min(self.lo, self.flat.total), "numel": numel, "total": self.flat.total, **tensors, "steps": [*self.steps]}
+        return {
+            "offset": min(self.lo, self.flat.total),
+            "numel": numel,
+            "total": self.flat.total,
+            **tensors,
+            "steps": [*self.steps],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = self.state_dict()
@@ -122,7 +128,9 @@ class _Shard:
             if not isinstance(state.get(name), Tensor) or state[name].shape != own[name].shape:
                 raise ValueError(f"{name} of the optimizer's shard is not a tensor of {own['numel']} elements")
         if len(state["steps"]) != len(self.steps):
-            raise ValueError(f"steps of the optimizer's shard has {len(state['steps'])} entries, but should have {len(self.steps)}")
+            raise ValueError(
+                f"steps of the optimizer's shard has {len(state['steps'])} entries, but should have {len(self.steps)}"
+            )
         for name in STATE_NAMES:
             getattr(self, name)[: own["numel"]].copy_(state[name])
         mine = {i for i, _, _ in self.owned}  # a state cut anew for this rank brings everyone's counts
@@ -163,7 +171,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         group: Group = None,
     ) -> None:
         if (world_size, rank) != world(group):
-            raise ValueError(f"(world_size, rank) is {(world_size, rank)}, but should be {world(group)}, as in the process group")
+            raise ValueError(
+                f"(world_size, rank) is {(world_size, rank)}, but should be {world(group)}, as in the process group"
+            )
         if reduction not in ("sum", "exact"):
             raise ValueError(f"reduction is {reduction!r}, but should be 'sum' or 'exact'")
         if max_norm is not None and not max_norm > 0:

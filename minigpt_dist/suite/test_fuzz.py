@@ -11,7 +11,9 @@ from minigpt_dist.verify.scenario import Scenario
 from minigpt_dist.verify.subject import Subject
 
 SHAPES = st.lists(
-    st.one_of(st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(1, 4), st.integers(1, 5))), min_size=1, max_size=6
+    st.one_of(st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(1, 4), st.integers(1, 5))),
+    min_size=1,
+    max_size=6,
 ).filter(lambda shapes: any(0 not in shape for shape in shapes))
 
 

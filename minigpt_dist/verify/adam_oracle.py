@@ -64,9 +64,13 @@ def clip_scale(s: Scenario, gradients: list[Tensor | None]) -> float:
     return min(s.max_norm / (norm + 1e-6), 1.0)
 
 
-def trajectory(s: Scenario, world_size: int, reading: Reading = TORCH, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+def trajectory(
+    s: Scenario, world_size: int, reading: Reading = TORCH, dtype: torch.dtype = torch.float64
+) -> list[list[Tensor]]:
     """Parameters before training and after each step: [step][tensor], in `dtype`."""
-    params = [initial_value(s.seed, i, shape).to(dtype).requires_grad_(i not in s.frozen) for i, shape in enumerate(s.shapes)]
+    params = [
+        initial_value(s.seed, i, shape).to(dtype).requires_grad_(i not in s.frozen) for i, shape in enumerate(s.shapes)
+    ]
     own: dict[int, dict[str, float]] = {}
     for tensor, option, value in s.groups:
         own.setdefault(tensor, {})[option] = s.lr * value if option == "lr" else value
@@ -88,7 +92,9 @@ def trajectory(s: Scenario, world_size: int, reading: Reading = TORCH, dtype: to
     return values
 
 
-def _gradient(s: Scenario, step: int, i: int, p: Tensor, g: Tensor | None, reading: Reading, scale: float) -> Tensor | None:
+def _gradient(
+    s: Scenario, step: int, i: int, p: Tensor, g: Tensor | None, reading: Reading, scale: float
+) -> Tensor | None:
     """What tensor `i` is to be updated with at `step`, or None to leave it alone."""
     if not p.requires_grad or (s.late and step == 1 and i == len(s.shapes) - 1):
         return None

@@ -21,7 +21,21 @@ from torch import Tensor, nn
 # The kinds of tensor in the order in which a step makes them. `grads` is what backward itself gave, added over micro-batches, before any
 # hook of the implementation; `held` is p.grad when step() is called. `saved` and `kept` surround a save: the state handed to it,
 # and what the rank holds afterwards. `loaded` is what came back from disk, `resumed` what the rank holds once it is restored.
-KINDS = ("corpus", "loaded", "resumed", "inputs", "targets", "logits", "loss", "grads", "held", "state", "params", "saved", "kept")
+KINDS = (
+    "corpus",
+    "loaded",
+    "resumed",
+    "inputs",
+    "targets",
+    "logits",
+    "loss",
+    "grads",
+    "held",
+    "state",
+    "params",
+    "saved",
+    "kept",
+)
 
 
 @dataclass
@@ -53,7 +67,11 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (bool, int, float)):
         yield path, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     elif isinstance(value, (Mapping, list, tuple)):
-        pairs = sorted(value.items(), key=lambda pair: str(pair[0])) if isinstance(value, Mapping) else list(enumerate(value))
+        pairs = (
+            sorted(value.items(), key=lambda pair: str(pair[0]))
+            if isinstance(value, Mapping)
+            else list(enumerate(value))
+        )
         for key, item in pairs:
             yield from leaves_of(item, f"{path}.{key}" if path else str(key))
 
@@ -109,7 +127,9 @@ class Capture:
     def started(self, step: int, model: nn.Module, optimizer: Any, resumed: bool = False) -> None:
         """The state before the first step of this run."""
         if resumed:
-            self.note("resumed", {**_prefixed("optimizer", state_of(optimizer)), **_prefixed("model", named_tensors(model))})
+            self.note(
+                "resumed", {**_prefixed("optimizer", state_of(optimizer)), **_prefixed("model", named_tensors(model))}
+            )
         self._close(step, model, optimizer)
 
     def backward_done(self, model: nn.Module) -> None:
@@ -124,7 +144,9 @@ class Capture:
     def saved(self, state: Any, model: nn.Module, optimizer: Any) -> None:
         """A save has returned: what it was given, and what is held now. Belongs to the step just closed."""
         self.shots[-1].put("saved", dict(leaves_of(state)))
-        self.shots[-1].put("kept", {**_prefixed("optimizer", state_of(optimizer)), **_prefixed("model", named_tensors(model))})
+        self.shots[-1].put(
+            "kept", {**_prefixed("optimizer", state_of(optimizer)), **_prefixed("model", named_tensors(model))}
+        )
 
     def _close(self, step: int, model: nn.Module, optimizer: Any) -> None:
         self.note("state", state_of(optimizer))
@@ -146,7 +168,12 @@ def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_shots(path: Path, shots: Sequence[Shot]) -> None:
     """One safetensors file; its metadata holds the order of names, which the format itself does not keep."""
-    named = {f"{i}/{kind}/{name}": t for i, shot in enumerate(shots) for kind, part in shot.parts.items() for name, t in part.items()}
+    named = {
+        f"{i}/{kind}/{name}": t
+        for i, shot in enumerate(shots)
+        for kind, part in shot.parts.items()
+        for name, t in part.items()
+    }
     order = {"shots": json.dumps([[shot.step, shot.rank] for shot in shots]), "names": json.dumps(list(named))}
     save_file(named, str(path), metadata=order)
 

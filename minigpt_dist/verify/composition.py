@@ -30,7 +30,10 @@ def composed_body(spec: str, slots: list[str], config: dict[str, Any], folder: s
     worker = Worker(TrainConfig.from_dict(config), Path(folder), pieces_of(impl), resume=resume)
     result = worker.run()
     known = "pieces" in impl.extras  # a peer's, whose traits say the same
-    result["averages_outside"], result["resumable"] = not known and impl.averages_outside, known or "state_dict" in abilities(impl)
+    result["averages_outside"], result["resumable"] = (
+        not known and impl.averages_outside,
+        known or "state_dict" in abilities(impl),
+    )
     final = worker.recorder.parameters()
     result["final"] = {name: tensor_bytes(p) for name, p in final.items()}
     result["shapes"] = {name: list(p.shape) for name, p in final.items()}
@@ -56,7 +59,9 @@ def oracle_body(spec: str, slots: list[str], config: dict[str, Any]) -> dict[str
     return {"losses": losses, "digests": digests, "final": {n: tensor_bytes(p) for n, p in model.named_parameters()}}
 
 
-def _oracle_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, c: TrainConfig, step: int) -> list[float]:
+def _oracle_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, c: TrainConfig, step: int
+) -> list[float]:
     """One update on the mean of per-rank gradients; the loss of each rank's block."""
     width, blocks = c.batch * c.model.seq_len, c.world_size * c.micro_batches
     losses, total = [], None
@@ -121,7 +126,16 @@ def _compose(subject: Subject, config: TrainConfig) -> Composed:
         except Exception as error:
             failure = error
         whole = _trace(subject, config, results)
-        return Composed(config, whole, resumed, failure, [r["snapshot"] for r in results], [r["final"] for r in results], results[0]["averages_outside"], results[0]["shapes"])
+        return Composed(
+            config,
+            whole,
+            resumed,
+            failure,
+            [r["snapshot"] for r in results],
+            [r["final"] for r in results],
+            results[0]["averages_outside"],
+            results[0]["shapes"],
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -18,7 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minigpt_dist.verify.shapes import OPTIMIZER_CLASS_WORDS, find_data_parallel, find_sharded_optimizer, finish_function
+from minigpt_dist.verify.shapes import (
+    OPTIMIZER_CLASS_WORDS,
+    find_data_parallel,
+    find_sharded_optimizer,
+    finish_function,
+)
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "model": ("MiniGPT",),
@@ -83,7 +88,9 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
         found.shape = "torch"
         slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
         if not slots:
-            raise ValueError(f"{spec} offers nothing of the contract: none of {', '.join(n for names in SLOTS.values() for n in names)}")
+            raise ValueError(
+                f"{spec} offers nothing of the contract: none of {', '.join(n for names in SLOTS.values() for n in names)}"
+            )
         found.extras["finish"] = finish_function(module)
     own = importlib.import_module(OURS)
     for slot, names in SLOTS.items():
@@ -119,10 +126,16 @@ def _load_path(path: Path) -> ModuleType:
     """Load a file, or the entry of a folder, without putting its folder before the standard library on sys.path."""
     entry = path
     if path.is_dir():
-        entries = [path / name for name in ("__init__.py", "solution.py", "submission.py", "main.py") if (path / name).is_file()]
+        entries = [
+            path / name
+            for name in ("__init__.py", "solution.py", "submission.py", "main.py")
+            if (path / name).is_file()
+        ]
         single = sorted(path.glob("*.py"))
         if not entries and len(single) != 1:
-            raise ValueError(f"folder {str(path)!r} has no __init__.py, solution.py, submission.py or main.py, but should have one")
+            raise ValueError(
+                f"folder {str(path)!r} has no __init__.py, solution.py, submission.py or main.py, but should have one"
+            )
         entry = entries[0] if entries else single[0]
     if not entry.is_file():
         raise ValueError(f"implementation {str(path)!r} is not there")
@@ -142,7 +155,11 @@ def _load_path(path: Path) -> ModuleType:
 def keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """(names that `function` takes, whether it also takes any other). A class that passes **kwargs on is read up its bases."""
     names: set[str] = set()
-    layers = [c.__dict__["__init__"] for c in inspect.getmro(function) if "__init__" in c.__dict__] if inspect.isclass(function) else [function]
+    layers = (
+        [c.__dict__["__init__"] for c in inspect.getmro(function) if "__init__" in c.__dict__]
+        if inspect.isclass(function)
+        else [function]
+    )
     for layer in layers:
         try:
             parameters = inspect.signature(layer).parameters.values()

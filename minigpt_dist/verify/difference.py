@@ -48,7 +48,9 @@ class Difference:
 
     def render(self) -> str:
         """Three lines or fewer for a person."""
-        lines = [f"first difference: step {self.step}, rank {self.rank}, stage {self.stage}, tensor {self.tensor}, element {self.element}"]
+        lines = [
+            f"first difference: step {self.step}, rank {self.rank}, stage {self.stage}, tensor {self.tensor}, element {self.element}"
+        ]
         if self.observed:
             ulp = "" if self.max_ulp is None else f", at most {self.max_ulp} ulp apart"
             lines.append(
@@ -86,7 +88,9 @@ def max_ulp(a: Tensor, b: Tensor) -> int | None:
     return int((numpy.maximum(left, right) - numpy.minimum(left, right)).max())
 
 
-def difference(step: int, rank: int, stage: str, tensor: str, seen: Tensor, wanted: Tensor, wrong: Tensor | None = None) -> Difference:
+def difference(
+    step: int, rank: int, stage: str, tensor: str, seen: Tensor, wanted: Tensor, wrong: Tensor | None = None
+) -> Difference:
     """The record of a difference between two tensors; `wrong` says which elements count (default: those with a different bit)."""
     if wrong is None:
         wrong = bits_differ(seen, wanted)
@@ -97,7 +101,16 @@ def difference(step: int, rank: int, stage: str, tensor: str, seen: Tensor, want
     one, other = seen.flatten()[at : at + 1], wanted.flatten()[at : at + 1]
     digits = 2 * seen.element_size()
     return Difference(
-        step, rank, stage, tensor, at, repr(one.item()), repr(other.item()),
-        f"0x{int(_bits(one)[0]):0{digits}x}", f"0x{int(_bits(other)[0]):0{digits}x}",
-        int(flat.sum()), flat.numel(), max_ulp(seen.flatten()[flat], wanted.flatten()[flat]),
+        step,
+        rank,
+        stage,
+        tensor,
+        at,
+        repr(one.item()),
+        repr(other.item()),
+        f"0x{int(_bits(one)[0]):0{digits}x}",
+        f"0x{int(_bits(other)[0]):0{digits}x}",
+        int(flat.sum()),
+        flat.numel(),
+        max_ulp(seen.flatten()[flat], wanted.flatten()[flat]),
     )

@@ -19,7 +19,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _attention(x: Tensor, qkv: Tensor, proj: Tensor, heads: int) -> Tensor:
     """Softmax of q k^T / sqrt(d) over positions up to one's own, head by head."""
-    B, S, E = x.shape
+    _, S, E = x.shape
     d = E // heads
     q, k, v = (x @ w.T for w in qkv.chunk(3))
     future = torch.ones(S, S, dtype=torch.bool).triu(1)

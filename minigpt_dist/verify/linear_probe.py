@@ -110,7 +110,7 @@ class _Run:
                 if all(w is None for w in weights):
                     continue
                 loss = model([None if w is None else w.to(p.dtype) for w, p in zip(weights, model.params, strict=True)])
-                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward unannotated
+                loss.backward()
                 total += loss.item()
             return total
 

@@ -47,7 +47,9 @@ def locate(observed: Run, expected: Run | Recomputed) -> Difference | None:
     if isinstance(expected, Recomputed):
         return by_oracle(observed, expected)
     if observed.config != expected.config:
-        raise ValueError(f"the observed run's configuration is {observed.config}, but should be {expected.config}, the expected run's")
+        raise ValueError(
+            f"the observed run's configuration is {observed.config}, but should be {expected.config}, the expected run's"
+        )
     return by_bits(observed, expected)
 
 
@@ -71,10 +73,21 @@ def _first_of_step(
                 if ours is theirs:
                     continue
                 there, absent = ("expected", "observed") if ours is None else ("observed", "expected")
-                return Difference(step, rank, "launch", "the shot", 0, cause=f"only the {there} run came to this step, not the {absent} one")
+                return Difference(
+                    step,
+                    rank,
+                    "launch",
+                    "the shot",
+                    0,
+                    cause=f"only the {there} run came to this step, not the {absent} one",
+                )
             found = _first_of_kind(kind, ours, theirs)
             if found is not None:
-                return found if kind not in ("state", "params") or resumed else _blamed(observed, expected, found, kind, shots)
+                return (
+                    found
+                    if kind not in ("state", "params") or resumed
+                    else _blamed(observed, expected, found, kind, shots)
+                )
     return None
 
 
@@ -85,7 +98,14 @@ def _first_of_kind(kind: str, ours: Shot, theirs: Shot) -> Difference | None:
         stage = STAGE_OF.get(kind) or ("reduce" if kind_of_state(name) == "first" else "optimizer")
         if name not in seen or name not in wanted:
             there, absent = ("expected", "observed") if name not in seen else ("observed", "expected")
-            return Difference(ours.step, ours.rank, stage, name, 0, cause=f"there is a {kind} tensor of this name in the {there} run, none in the {absent}")
+            return Difference(
+                ours.step,
+                ours.rank,
+                stage,
+                name,
+                0,
+                cause=f"there is a {kind} tensor of this name in the {there} run, none in the {absent}",
+            )
         wrong = bits_differ(seen[name], wanted[name])
         if wrong is None or bool(wrong.any()):
             found = difference(ours.step, ours.rank, stage, name, seen[name], wanted[name], wrong)
@@ -97,7 +117,12 @@ def _shape(kind: str, ours: Shot, theirs: Shot, seen: Tensor, wanted: Tensor) ->
     """The shape of a difference between two runs, looked at over all parameters where it is one of them."""
     if not seen.is_floating_point():
         return ""
-    unit, a, b, owner = UNIT.get(str(seen.dtype).removeprefix("torch."), 2.0**-8), seen.double().flatten(), wanted.double().flatten(), None
+    unit, a, b, owner = (
+        UNIT.get(str(seen.dtype).removeprefix("torch."), 2.0**-8),
+        seen.double().flatten(),
+        wanted.double().flatten(),
+        None,
+    )
     if bool(((a - b).abs() <= 64 * unit * b.abs().max()).all()):
         return "in the last bits only: additions in another order, or the same formula written otherwise"
     if kind in ("grads", "held", "params") and ours.get(kind).keys() == theirs.get(kind).keys():
@@ -107,11 +132,15 @@ def _shape(kind: str, ours: Shot, theirs: Shot, seen: Tensor, wanted: Tensor) ->
     return shape_of(a, b, a != b, None, None, owner, alone=True)
 
 
-def _blamed(observed: Run, expected: Run, found: Difference, kind: str, shots: list[tuple[Shot | None, Shot | None]]) -> Difference:
+def _blamed(
+    observed: Run, expected: Run, found: Difference, kind: str, shots: list[tuple[Shot | None, Shot | None]]
+) -> Difference:
     """A difference after step(), with the stage that the oracle blames in the run that is wrong, if one is."""
     if found.step == 0:
         replicas = [ours.get("params") for ours, _ in shots if ours is not None]
-        agree = all(not differs(a, b) for one in replicas for a, b in zip(one.values(), replicas[0].values(), strict=True))
+        agree = all(
+            not differs(a, b) for one in replicas for a, b in zip(one.values(), replicas[0].values(), strict=True)
+        )
         return found.at_stage("model" if agree else "broadcast")
     if observed.config.dtype in UNIT:
         for run, whose in ((observed, ""), (expected, "in the expected run: ")):
@@ -156,13 +185,17 @@ def _start(run: Run, oracle: Recomputed) -> Iterator[Difference]:
             wanted = oracle.initial.get(name)
             if wanted is not None and differs(seen, wanted):
                 own = "" if rank == 0 or differs(seen, run.shots[0, 0].get("params")[name]) else " of every rank"
-                yield difference(0, rank, "broadcast", name, seen, wanted).because(f"the value{own} is not the one that rank 0 started with")
+                yield difference(0, rank, "broadcast", name, seen, wanted).because(
+                    f"the value{own} is not the one that rank 0 started with"
+                )
 
 
 def _against(run: Run, oracle: Recomputed, kind: str, step: int, rank: int) -> Iterator[Difference]:
     """One kind of tensor of one rank at one step against what one process gives."""
     seen, wanted = run.shots[step, rank].get(kind), oracle.parts[step, rank].get(kind, {})
-    scale = run.config.micro_batches if kind == "grads" and run.config.reduction == "exact" else 1  # there the loss is not divided
+    scale = (
+        run.config.micro_batches if kind == "grads" and run.config.reduction == "exact" else 1
+    )  # there the loss is not divided
     for name, right in wanted.items():
         if name not in seen:
             yield Difference(step, rank, STAGE_OF[kind], name, 0, cause=f"there is no {kind} tensor of this name")
@@ -173,7 +206,11 @@ def _against(run: Run, oracle: Recomputed, kind: str, step: int, rank: int) -> I
         elif value.numel() != right.numel():
             wrong = None
         else:
-            allowed = FORWARD_UNITS * UNIT[run.config.dtype] * right.double().abs().max() if right.numel() else torch.tensor(0.0)
+            allowed = (
+                FORWARD_UNITS * UNIT[run.config.dtype] * right.double().abs().max()
+                if right.numel()
+                else torch.tensor(0.0)
+            )
             wrong = ~((value.double() / scale - right.double().view_as(value)).abs() <= allowed)
         if wrong is None or bool(wrong.any()):
             found = difference(step, rank, STAGE_OF[kind], name, value, (right * scale).to(value.dtype), wrong)
@@ -188,13 +225,21 @@ def _stale(run: Run, kind: str, step: int, rank: int, name: str, wrong: Tensor |
     before, owner = earlier.get(kind)[name], torch.zeros(now.numel(), dtype=torch.long)
     if before.shape != now.shape:
         return ""
-    return shape_of(now.double().flatten(), now.double().flatten(), wrong.flatten(), before.double().flatten(), None, owner)
+    return shape_of(
+        now.double().flatten(), now.double().flatten(), wrong.flatten(), before.double().flatten(), None, owner
+    )
 
 
 def _after_save(shot: Shot) -> Iterator[Difference]:
     """A save gets the state that the rank holds, and changes nothing of it."""
-    held = {**{f"optimizer.{n}": t for n, t in shot.get("state").items()}, **{f"model.{n}": t for n, t in shot.get("params").items()}}
-    for kind, words in (("saved", "the state handed to the save is not the one held"), ("kept", "the save changed what the rank holds")):
+    held = {
+        **{f"optimizer.{n}": t for n, t in shot.get("state").items()},
+        **{f"model.{n}": t for n, t in shot.get("params").items()},
+    }
+    for kind, words in (
+        ("saved", "the state handed to the save is not the one held"),
+        ("kept", "the save changed what the rank holds"),
+    ):
         for name, seen in shot.get(kind).items():
             if name in held and differs(seen, held[name]):
                 yield difference(shot.step, shot.rank, "save", name, seen, held[name]).because(words)
@@ -215,5 +260,9 @@ def _resume(run: Run) -> Iterator[Difference]:
                     yield difference(step, rank, stage, name, seen, wanted[name]).because(words)
             if shot.get(kind):
                 for name in wanted:
-                    if name not in shot.get(kind) and name.startswith(("optimizer.", "model.")) and kind in ("loaded", "resumed"):
+                    if (
+                        name not in shot.get(kind)
+                        and name.startswith(("optimizer.", "model."))
+                        and kind in ("loaded", "resumed")
+                    ):
                         yield Difference(step, rank, stage, name, 0, cause="it is missing")

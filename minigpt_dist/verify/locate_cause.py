@@ -14,7 +14,9 @@ from torch import Tensor
 Fits = Callable[[Tensor, Tensor], Tensor]  # (seen, wanted) -> which elements are equal within what is allowed
 
 
-def wrong_means(shares: Tensor, previous: Tensor | None, owner: Tensor, micro_batches: int) -> Iterator[tuple[str, Tensor]]:
+def wrong_means(
+    shares: Tensor, previous: Tensor | None, owner: Tensor, micro_batches: int
+) -> Iterator[tuple[str, Tensor]]:
     """(cause, gradient) of each known wrong way to average. `shares` (N, P): each rank's gradient divided by N; `previous`: the mean one step before."""
     N, mean = len(shares), shares.sum(0)
     if N > 1:
@@ -43,7 +45,10 @@ def wrong_means(shares: Tensor, previous: Tensor | None, owner: Tensor, micro_ba
         yield f"shifted by {abs(by)} element{'s' * (abs(by) > 1)} {'forward' if by > 0 else 'back'}", shifted(mean, by)
     yield "the elements are in reversed order", mean.flip(0)
     for kind in (torch.bfloat16, torch.float16):
-        yield f"rounded to {str(kind).removeprefix('torch.')} on the way", (shares * N).to(kind).double().sum(0).to(kind).double() / N
+        yield (
+            f"rounded to {str(kind).removeprefix('torch.')} on the way",
+            (shares * N).to(kind).double().sum(0).to(kind).double() / N,
+        )
 
 
 def shifted(vector: Tensor, by: int) -> Tensor:
@@ -57,7 +62,13 @@ def shifted(vector: Tensor, by: int) -> Tensor:
 
 
 def shape_of(
-    seen: Tensor, wanted: Tensor, wrong: Tensor, before: Tensor | None, previous: Tensor | None, owner: Tensor, alone: bool = False
+    seen: Tensor,
+    wanted: Tensor,
+    wrong: Tensor,
+    before: Tensor | None,
+    previous: Tensor | None,
+    owner: Tensor,
+    alone: bool = False,
 ) -> str:
     """The known shape of a wrong vector, or "". `before`: what was seen one step earlier; `previous`: what was wanted then.
 
@@ -84,7 +95,7 @@ def shape_of(
 
 
 def region(at: Tensor, numel: int, owner: Tensor) -> str:
-    """", only ...": which part of the vector is wrong, if it is a telling one."""
+    """ ", only ...": which part of the vector is wrong, if it is a telling one."""
     if len(at) == numel or not len(at):
         return ""
     if int(at[0]) >= numel - 8 and numel > 64:
@@ -95,7 +106,13 @@ def region(at: Tensor, numel: int, owner: Tensor) -> str:
     return ""
 
 
-def matching(seen: Sequence[Tensor], candidates: Iterator[tuple[str, Callable[[], Tensor]]], fits: Fits, wrong: Tensor, owner: Tensor) -> str:
+def matching(
+    seen: Sequence[Tensor],
+    candidates: Iterator[tuple[str, Callable[[], Tensor]]],
+    fits: Fits,
+    wrong: Tensor,
+    owner: Tensor,
+) -> str:
     """The first candidate that explains every rank's vector: everywhere, or in just the part that is wrong. "" if none does."""
     where = region(wrong.nonzero().flatten(), wrong.numel(), owner)
     for cause, make in candidates:

@@ -37,7 +37,10 @@ class Names:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """(P,) float64; zeros where a tensor is absent."""
-        parts = [tensors[n].double().flatten() if n in tensors else torch.zeros(s.numel(), dtype=torch.float64) for n, s in self.shapes.items()]
+        parts = [
+            tensors[n].double().flatten() if n in tensors else torch.zeros(s.numel(), dtype=torch.float64)
+            for n, s in self.shapes.items()
+        ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
     def place(self, index: int) -> tuple[str, int]:
@@ -89,7 +92,9 @@ class Teacher:
 
     def __init__(self, config: TrainConfig, numel: int) -> None:
         if config.dtype not in UNIT:
-            raise ValueError(f"dtype is {config.dtype!r}, but should be one of {', '.join(UNIT)} for the teacher-forced oracle")
+            raise ValueError(
+                f"dtype is {config.dtype!r}, but should be one of {', '.join(UNIT)} for the teacher-forced oracle"
+            )
         self.config, self.moments = config, Moments.zeros(numel)
         self.u = UNIT[config.dtype]
 
@@ -111,7 +116,9 @@ class Teacher:
         loose_root = (now.loose_root_sq / (1 - beta2**now.step)).sqrt() + 3 * now.step * self.u * root
         bound = c.lr * (now.loose_first / (1 - beta1**now.step) + ratio * (loose_root + 4 * self.u * below)) / below
         bound = bound + 4 * self.u * (before.abs() + c.lr * ratio)
-        second = 2 * now.loose_root_sq.sqrt() * now.second.sqrt() + now.loose_root_sq + 4 * now.step * self.u * now.second
+        second = (
+            2 * now.loose_root_sq.sqrt() * now.second.sqrt() + now.loose_root_sq + 4 * now.step * self.u * now.second
+        )
         return Target(mean, shares, before, earlier, now, params, bound, now.loose_first, second)
 
 
@@ -130,7 +137,15 @@ def advanced(m: Moments, grad: Tensor, loose: Tensor, betas: tuple[float, float]
     )
 
 
-def adamw(before: Tensor, first: Tensor, second: Tensor, step: int, c: TrainConfig, lr: float | None = None, decay: float | None = None) -> Tensor:
+def adamw(
+    before: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: int,
+    c: TrainConfig,
+    lr: float | None = None,
+    decay: float | None = None,
+) -> Tensor:
     """Parameters after update number `step` from 1 with these moments: Loshchilov & Hutter 2019, algorithm 2."""
     lr, (beta1, beta2) = c.lr if lr is None else lr, c.betas
     shrunk = before * (1 - lr * c.weight_decay if decay is None else 1 - decay)
@@ -169,12 +184,21 @@ def wrong_updates(target: Target, means: Sequence[Tensor], c: TrainConfig) -> di
         "the learning rate is N times too large": lambda: update(corrected / (root + c.eps), c.lr * c.world_size),
         "the learning rate is N times too small": lambda: update(corrected / (root + c.eps), c.lr / c.world_size),
         "the update has the wrong sign": lambda: update(corrected / (root + c.eps), -c.lr),
-        "the moments of earlier steps are forgotten": lambda: adamw(target.before, first_only.first, first_only.second, t, c),
+        "the moments of earlier steps are forgotten": lambda: adamw(
+            target.before, first_only.first, first_only.second, t, c
+        ),
         "weight decay is not applied": lambda: adamw(target.before, now.first, now.second, t, c, decay=0.0),
-        "weight decay is not multiplied by the learning rate": lambda: adamw(target.before, now.first, now.second, t, c, decay=c.weight_decay),
-        "weight decay is applied twice": lambda: adamw(target.before, now.first, now.second, t, c, decay=1 - (1 - c.lr * c.weight_decay) ** 2),
+        "weight decay is not multiplied by the learning rate": lambda: adamw(
+            target.before, now.first, now.second, t, c, decay=c.weight_decay
+        ),
+        "weight decay is applied twice": lambda: adamw(
+            target.before, now.first, now.second, t, c, decay=1 - (1 - c.lr * c.weight_decay) ** 2
+        ),
     }
-    for words, betas in (("betas are exchanged", (beta2, beta1)), ("betas are the defaults, not the ones asked for", (0.9, 0.999))):
+    for words, betas in (
+        ("betas are exchanged", (beta2, beta1)),
+        ("betas are the defaults, not the ones asked for", (0.9, 0.999)),
+    ):
         if betas != c.betas:
             other = TrainConfig(**{**vars(c), "betas": betas})
             m = replayed(means, betas)

@@ -130,13 +130,18 @@ def observed_body(spec: str, slots: list[str], config: dict[str, Any], folder: s
     return {"shots": [vars(shot) for shot in shots], "resumable": "state_dict" in abilities(impl)}
 
 
-def recompute_body(spec: str, slots: list[str], config: dict[str, Any], asked: Sequence[tuple[int, int, dict[str, Tensor]]]) -> list[Parts]:
+def recompute_body(
+    spec: str, slots: list[str], config: dict[str, Any], asked: Sequence[tuple[int, int, dict[str, Tensor]]]
+) -> list[Parts]:
     """In one process: the parameters of rank 0's seed; then the model's answers at the parameters that each (step, rank) started from."""
     c = TrainConfig.from_dict(config)
     torch.manual_seed(c.seed * 1009)
     model = build_model(resolve(spec, tuple(slots)), c.model).to(getattr(torch, c.dtype))
     tokens, initial = judged_corpus(c), {name: copied(t) for name, t in named_tensors(model).items()}
-    return [{"initial": initial}, *(recompute(model, params, batches_of(c, tokens, step, rank)) for step, rank, params in asked)]
+    return [
+        {"initial": initial},
+        *(recompute(model, params, batches_of(c, tokens, step, rank)) for step, rank, params in asked),
+    ]
 
 
 def judged_corpus(config: TrainConfig) -> Tensor:

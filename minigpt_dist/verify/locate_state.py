@@ -18,14 +18,18 @@ _NAMES = {
 
 
 def kind_of_state(path: str) -> str:
-    """"first", "second" or "master", by a word of the path; "" for anything else."""
+    """ "first", "second" or "master", by a word of the path; "" for anything else."""
     words = path.split(".")
     return next((kind for kind, names in _NAMES.items() if any(word in names for word in words)), "")
 
 
 def leaves_of_kind(state: Mapping[str, Tensor], kind: str) -> list[Tensor]:
     """The floating-point tensors of one kind, each as a vector, in float64."""
-    return [t.double().flatten() for name, t in state.items() if kind_of_state(name) == kind and t.is_floating_point() and t.numel()]
+    return [
+        t.double().flatten()
+        for name, t in state.items()
+        if kind_of_state(name) == kind and t.is_floating_point() and t.numel()
+    ]
 
 
 def is_slice(leaf: Tensor, whole: Tensor, bound: Tensor) -> bool | None:
@@ -51,9 +55,13 @@ def all_slices(state: Mapping[str, Tensor], kind: str, whole: Tensor, bound: Ten
 
 
 def coarse(state: Mapping[str, Tensor], kind: str) -> str:
-    """"bfloat16" or "float16" if every leaf of the kind holds only such numbers; else ""."""
+    """ "bfloat16" or "float16" if every leaf of the kind holds only such numbers; else ""."""
     leaves = leaves_of_kind(state, kind)
     for dtype in (torch.bfloat16, torch.float16):
-        if leaves and any(bool(leaf.any()) for leaf in leaves) and all(bool((leaf.to(dtype).double() == leaf).all()) for leaf in leaves):
+        if (
+            leaves
+            and any(bool(leaf.any()) for leaf in leaves)
+            and all(bool((leaf.to(dtype).double() == leaf).all()) for leaf in leaves)
+        ):
             return str(dtype).removeprefix("torch.")
     return ""

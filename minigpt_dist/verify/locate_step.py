@@ -63,7 +63,9 @@ class Steps:
         name, _ = self.names.place(int(wrong.nonzero()[0]))
         start, seen = self.names.starts[name], shot.get("params")[name]
         part = slice(start, start + seen.numel())
-        found = difference(step, shot.rank, stage, name, seen, wanted[part].to(seen.dtype).view_as(seen), wrong[part].view(seen.shape))
+        found = difference(
+            step, shot.rank, stage, name, seen, wanted[part].to(seen.dtype).view_as(seen), wrong[part].view(seen.shape)
+        )
         return found.because(cause)
 
     def _replicas(self, step: int, shots: list[Shot]) -> Difference | None:
@@ -74,7 +76,9 @@ class Steps:
                 wrong = bits_differ(seen, first[name])
                 if wrong is None or bool(wrong.any()):
                     found = difference(step, shot.rank, "gather", name, seen, first[name], wrong)
-                    return found.because("right within rounding, but not the same on every rank: what the owner has does not reach everyone")
+                    return found.because(
+                        "right within rounding, but not the same on every rank: what the owner has does not reach everyone"
+                    )
         return None
 
 
@@ -82,9 +86,24 @@ class _Blame:
     """One wrong step. `seen`, `wrong`: (P,) of each rank; `previous`: the mean gradient one step before; `local`: each rank's own gradient."""
 
     def __init__(
-        self, steps: Steps, target: Target, shots: list[Shot], seen: list[Tensor], wrong: list[Tensor], previous: Tensor | None, local: list[Tensor]
+        self,
+        steps: Steps,
+        target: Target,
+        shots: list[Shot],
+        seen: list[Tensor],
+        wrong: list[Tensor],
+        previous: Tensor | None,
+        local: list[Tensor],
     ) -> None:
-        self.steps, self.target, self.shots, self.seen, self.wrong, self.previous, self.local = steps, target, shots, seen, wrong, previous, local
+        self.steps, self.target, self.shots, self.seen, self.wrong, self.previous, self.local = (
+            steps,
+            target,
+            shots,
+            seen,
+            wrong,
+            previous,
+            local,
+        )
         self.c = steps.run.config
         self.any_wrong = torch.stack(wrong).any(0)
 
@@ -94,7 +113,16 @@ class _Blame:
 
     def verdict(self) -> tuple[str, str]:
         """(stage, cause)."""
-        for ask in (self._held, self._gathered, self._alone, self._some_rank_right, self._nothing_moved, self._mean, self._update, self._state):
+        for ask in (
+            self._held,
+            self._gathered,
+            self._alone,
+            self._some_rank_right,
+            self._nothing_moved,
+            self._mean,
+            self._update,
+            self._state,
+        ):
             found = ask()
             if found is not None:
                 return found
@@ -112,12 +140,20 @@ class _Blame:
             if any(bool(((held - fine).abs() <= allowed).all()) for fine in (own, mean, mean * self.c.world_size)):
                 continue
             earlier = self.steps.run.shots[shot.step - 1, shot.rank].get("held")
-            if earlier and bool(((held - own - self.steps.names.flatten(earlier)).abs() <= 2 * allowed + 1e-6 * held.abs()).all()):
-                return "backward", "the gradients of the step before are still there, and this step's are added: zero_grad is missing"
+            if earlier and bool(
+                ((held - own - self.steps.names.flatten(earlier)).abs() <= 2 * allowed + 1e-6 * held.abs()).all()
+            ):
+                return (
+                    "backward",
+                    "the gradients of the step before are still there, and this step's are added: zero_grad is missing",
+                )
             if earlier and bool((held == self.steps.names.flatten(earlier)).all()):
                 return "backward", "the gradients are those of the step before"
             if self.c.micro_batches == 1 and bool(((held - own).abs() > allowed).sum() < len(own)):
-                return "backward", "part of the gradients held is not this step's: zero_grad clears only some" if earlier else ""
+                return (
+                    "backward",
+                    "part of the gradients held is not this step's: zero_grad clears only some" if earlier else "",
+                )
         return None
 
     def _gathered(self) -> tuple[str, str] | None:
@@ -138,16 +174,25 @@ class _Blame:
 
     def _some_rank_right(self) -> tuple[str, str] | None:
         if self.c.world_size > 1 and not bool(torch.stack(self.wrong).all(0).any()):
-            return "gather", "every element is right on some rank, but not on all: what the owner has does not reach everyone"
+            return (
+                "gather",
+                "every element is right on some rank, but not on all: what the owner has does not reach everyone",
+            )
         return None
 
     def _nothing_moved(self) -> tuple[str, str] | None:
-        if all(bool((values == self.target.before).all()) for values in self.seen) and self._first_moment() is not False:
+        if (
+            all(bool((values == self.target.before).all()) for values in self.seen)
+            and self._first_moment() is not False
+        ):
             return "gather", "no parameter moved in this step: equal to the value before it (stale)"
         return None
 
     def _first_moment(self) -> bool | None:
-        told = [all_slices(shot.get("state"), "first", self.target.moments.first, self.target.bound_first) for shot in self.shots]
+        told = [
+            all_slices(shot.get("state"), "first", self.target.moments.first, self.target.bound_first)
+            for shot in self.shots
+        ]
         return None if all(t is None for t in told) else all(t is not False for t in told)
 
     def _mean(self) -> tuple[str, str] | None:
@@ -175,13 +220,18 @@ class _Blame:
 
     def _shape(self) -> str:
         rank = next(r for r, w in enumerate(self.wrong) if bool(w.any()))
-        return shape_of(self.seen[rank], self.target.params, self.wrong[rank], self.target.before, None, self.steps.owner)
+        return shape_of(
+            self.seen[rank], self.target.params, self.wrong[rank], self.target.before, None, self.steps.owner
+        )
 
     def _elsewhere(self) -> str:
         """Are the right slices there, in another order?"""
         N, seen = self.c.world_size, self.seen[0]
         pieces = seen.split(-(-len(seen) // N))
         wanted = self.target.params.split(-(-len(seen) // N))
-        found = [next((j for j, w in enumerate(wanted) if len(w) == len(p) and bool((w - p).abs().max() < 1e-6)), None) for p in pieces]
+        found = [
+            next((j for j, w in enumerate(wanted) if len(w) == len(p) and bool((w - p).abs().max() < 1e-6)), None)
+            for p in pieces
+        ]
         known = [j for j in found if j is not None]
         return f"slices are joined in the order of ranks {', '.join(map(str, known))}" if known != sorted(known) else ""

@@ -15,6 +15,7 @@ from minigpt_dist.verify import differences
 from minigpt_dist.verify.scenario import Scenario
 from minigpt_dist.verify.wrong_adam import Flat, Layout, Mistake, Simulation, State, Step, fits, layout, steps_fitting
 
+SEARCH = 200  # distances tried for a shifted gradient: an exhaustive search over small scenarios
 Values = list[list[Tensor]]
 
 
@@ -107,13 +108,23 @@ REDUCE: tuple[Mistake, ...] = (
     Mistake("reduce", "gradients are divided by N twice", lambda x: x.mean / x.layout.world_size),
     Mistake("reduce", "divided by N-1 instead of N", lambda x: x.local.sum(0) / max(x.layout.world_size - 1, 1)),
     Mistake("reduce", "each rank uses its own gradient: nothing is reduced", lambda x: x.local[x.rank], alone=True),
-    Mistake("reduce", "each slice is updated with the gradient of the rank that owns it: nothing is reduced", lambda x: x.owners),
+    Mistake(
+        "reduce",
+        "each slice is updated with the gradient of the rank that owns it: nothing is reduced",
+        lambda x: x.owners,
+    ),
     Mistake("reduce", "only rank 0's gradient is used", lambda x: x.local[0]),
     Mistake("reduce", "only the last rank's gradient is used", lambda x: x.local[-1]),
     Mistake("reduce", "the share of rank 0 is missing from the mean", _without(0)),
-    Mistake("reduce", "the share of rank 1 is missing from the mean", lambda x: _without(min(1, x.layout.world_size - 1))(x)),
+    Mistake(
+        "reduce", "the share of rank 1 is missing from the mean", lambda x: _without(min(1, x.layout.world_size - 1))(x)
+    ),
     Mistake("reduce", "the share of the last rank is missing from the mean", _without(-1)),
-    Mistake("reduce", "the share of the rank that owns the slice is missing from the mean", lambda x: x.mean - x.owners / x.layout.world_size),
+    Mistake(
+        "reduce",
+        "the share of the rank that owns the slice is missing from the mean",
+        lambda x: x.mean - x.owners / x.layout.world_size,
+    ),
     Mistake("reduce", "the owner's share counts twice", lambda x: x.mean + x.owners / x.layout.world_size),
     Mistake("reduce", "the share of rank 0 counts twice", lambda x: x.mean + x.local[0] / x.layout.world_size),
     Mistake("reduce", "the largest gradient over ranks is used, not the mean", lambda x: x.local.amax(0)),
@@ -124,27 +135,55 @@ REDUCE: tuple[Mistake, ...] = (
     Mistake("reduce", "gradients are one element behind their parameters", _shifted(1)),
     Mistake("reduce", "gradients are one element ahead of their parameters", _shifted(-1)),
     Mistake("reduce", "the gradient of the last element is lost: it was taken for padding", _without_last),
-    Mistake("reduce", "gradients of the step before are used", lambda x: torch.zeros_like(x.mean) if x.earlier is None else x.earlier.mean(0)),
+    Mistake(
+        "reduce",
+        "gradients of the step before are used",
+        lambda x: torch.zeros_like(x.mean) if x.earlier is None else x.earlier.mean(0),
+    ),
     Mistake("reduce", "only the last backward before the step counts", lambda x: x.parts[-1].mean(0)),
     Mistake("reduce", "only the first backward before the step counts", lambda x: x.parts[0].mean(0)),
     Mistake("reduce", "the mean over backwards is taken, but they should add up", lambda x: x.mean / len(x.parts)),
-    Mistake("reduce", "a sum that was exchanged already is exchanged again with the next backward",
-            lambda x: x.parts[-1].mean(0) + sum(part.mean(0) for part in x.parts[:-1]) * x.layout.world_size),
+    Mistake(
+        "reduce",
+        "a sum that was exchanged already is exchanged again with the next backward",
+        lambda x: x.parts[-1].mean(0) + sum(part.mean(0) for part in x.parts[:-1]) * x.layout.world_size,
+    ),
 )
 FACTORS = tuple(
     Mistake("reduce", f"gradients are {name} times the mean", lambda x, of=of: of(x.layout.world_size) * x.mean)  # type: ignore[misc]  # bound early
-    for name, of in (("N*N", lambda N: N * N), ("1/N*N", lambda N: N**-2), ("2", lambda N: 2), ("1/2", lambda N: 0.5), ("4", lambda N: 4),
-                     ("1/4", lambda N: 0.25), ("8", lambda N: 8), ("1/8", lambda N: 0.125))
+    for name, of in (
+        ("N*N", lambda N: N * N),
+        ("1/N*N", lambda N: N**-2),
+        ("2", lambda N: 2),
+        ("1/2", lambda N: 0.5),
+        ("4", lambda N: 4),
+        ("1/4", lambda N: 0.25),
+        ("8", lambda N: 8),
+        ("1/8", lambda N: 0.125),
+    )
 )
 CLIP: tuple[Mistake, ...] = (
     Mistake("clip", "the gradient is not clipped", clip=lambda x, used, limit: 1.0),
     Mistake("clip", "each rank clips by the norm of its own slice, not by that of all", clip=_by_own_slice),
     Mistake("clip", "each tensor is clipped by its own norm, not by that of all", clip=_by_tensor),
-    Mistake("clip", "the gradient is scaled to the limit although its norm is below it", clip=lambda x, used, limit: limit / (float(used.norm()) + 1e-6)),
-    Mistake("clip", "each rank clips its own gradient before the mean", _clipped_first, clip=lambda x, used, limit: 1.0),
-    Mistake("clip", "the norm is that of the sum over ranks, not of the mean",
-            clip=lambda x, used, limit: min(limit / (float(used.norm()) * x.layout.world_size + 1e-6), 1.0)),
-    Mistake("clip", "the root of the squared norm is missing", clip=lambda x, used, limit: min(limit / (float(used.square().sum()) + 1e-6), 1.0)),
+    Mistake(
+        "clip",
+        "the gradient is scaled to the limit although its norm is below it",
+        clip=lambda x, used, limit: limit / (float(used.norm()) + 1e-6),
+    ),
+    Mistake(
+        "clip", "each rank clips its own gradient before the mean", _clipped_first, clip=lambda x, used, limit: 1.0
+    ),
+    Mistake(
+        "clip",
+        "the norm is that of the sum over ranks, not of the mean",
+        clip=lambda x, used, limit: min(limit / (float(used.norm()) * x.layout.world_size + 1e-6), 1.0),
+    ),
+    Mistake(
+        "clip",
+        "the root of the squared norm is missing",
+        clip=lambda x, used, limit: min(limit / (float(used.square().sum()) + 1e-6), 1.0),
+    ),
 )
 OPTIMIZER: tuple[Mistake, ...] = (
     Mistake("optimizer", "the step counter of the bias correction is one ahead", count=lambda t: t + 1),
@@ -176,8 +215,11 @@ OPTIMIZER: tuple[Mistake, ...] = (
     Mistake("gather", "only every second step changes anything", every=2),
 )
 REST: tuple[Mistake, ...] = (
-    Mistake("backward", "gradients of earlier steps are still added: zero_grad is missing or clears too little",
-            accumulate=lambda x: torch.ones(x.world_size, x.numel, dtype=torch.float64)),
+    Mistake(
+        "backward",
+        "gradients of earlier steps are still added: zero_grad is missing or clears too little",
+        accumulate=lambda x: torch.ones(x.world_size, x.numel, dtype=torch.float64),
+    ),
     Mistake("backward", "zero_grad clears only the parameters that a rank owns", accumulate=_not_owned),
     Mistake("gather", "parameters are one step late: gathered before they were updated", stale=True),
 )
@@ -193,10 +235,20 @@ LOAD: tuple[Mistake, ...] = (
 # Mistakes that only a scenario's own condition brings out; there they come first.
 CONDITIONS: dict[str, tuple[Mistake, ...]] = {
     "transposed": (
-        Mistake("reduce", "gradients that are not contiguous are flattened in memory order", lambda x: _memory_order(x.mean, x.layout)),
+        Mistake(
+            "reduce",
+            "gradients that are not contiguous are flattened in memory order",
+            lambda x: _memory_order(x.mean, x.layout),
+        ),
     ),
-    "keep_grads_before": (Mistake("reduce", "sums over ranks stay in the gradients, and the next backward adds to them", _sums_stay),),
-    "closure": (Mistake("backward", "the closure's gradients count twice: it is evaluated more than once", lambda x: 2 * x.mean),),
+    "keep_grads_before": (
+        Mistake("reduce", "sums over ranks stay in the gradients, and the next backward adds to them", _sums_stay),
+    ),
+    "closure": (
+        Mistake(
+            "backward", "the closure's gradients count twice: it is evaluated more than once", lambda x: 2 * x.mean
+        ),
+    ),
     "max_norm": CLIP,
 }
 MISTAKES = (*REDUCE, *FACTORS, *CLIP, *OPTIMIZER, *REST, *LOAD)
@@ -224,7 +276,9 @@ def explain(s: Scenario, world_size: int, seen: list[Values], step: int) -> tupl
         return "broadcast", "parameters changed before the first step"
     at = layout(s, world_size)
     flat = [[at.flatten(values) for values in rank] for rank in seen]
-    found = differences.standing(at, seen, flat, step) or _known(at, flat, step) or differences.misplaced(at, flat, step)
+    found = (
+        differences.standing(at, seen, flat, step) or _known(at, flat, step) or differences.misplaced(at, flat, step)
+    )
     if found:
         return found
     return _in_part(at, flat, step) or differences.left_over(at, flat, step)
@@ -244,13 +298,20 @@ def _known(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
     return (best.stage, best.hint) if best is not None else None
 
 
+def _from_elsewhere(by: int, at: Layout) -> Mistake:
+    """Gradients of elements `by` further on, round the end."""
+    return Mistake("reduce", f"gradients come from {by} elements further on, of {at.numel}", lambda x: x.mean.roll(-by))
+
+
 def _in_part(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
     """A known mistake that reproduces the wrong elements of this step, where the others are right."""
     now = flat[0][step]
     wrong = ~differences.close(now, differences.right(at, step))
-    if bool(wrong.all()) or not all(fits(values[step], now) for values in flat):
+    moved = ~differences.close(now, flat[0][step - 1])
+    if bool(wrong.all()) or not bool(moved[wrong].any()) or not all(fits(values[step], now) for values in flat):
         return None
-    for mistake, _ in _candidates(at.scenario, step):
+    mistakes = [m for m, _ in _candidates(at.scenario, step)] + [_from_elsewhere(by, at) for by in range(2, min(at.numel, SEARCH))]
+    for mistake in mistakes:
         simulation = Simulation(mistake, at, 0, since=step)
         for _ in range(step):
             shown = simulation.advance()

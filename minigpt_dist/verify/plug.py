@@ -23,8 +23,13 @@ from minigpt_dist.verify.optimizers import NotSupportedError
 from minigpt_dist.verify.shapes import finish_of
 from minigpt_dist.worker import OURS, Pieces
 
-SIZES = {"vocab": ("vocab", "vocab_size"), "embed_dim": ("embed_dim", "n_embd", "dim"), "num_heads": ("num_heads", "n_head"),
-         "num_layers": ("num_layers", "n_layer"), "seq_len": ("seq_len", "block_size", "context_length")}
+SIZES = {
+    "vocab": ("vocab", "vocab_size"),
+    "embed_dim": ("embed_dim", "n_embd", "dim"),
+    "num_heads": ("num_heads", "n_head"),
+    "num_layers": ("num_layers", "n_layer"),
+    "seq_len": ("seq_len", "block_size", "context_length"),
+}
 
 
 def build_model(impl: Implementation, sizes: ModelConfig) -> nn.Module:
@@ -135,11 +140,15 @@ def _load(impl: Implementation, folder: Path, world_size: int, rank: int) -> dic
 def states_of(loaded: Any) -> list[Any]:
     """The per-rank states in what `load_sharded` returned: a list, or a pair with the manifest."""
     if isinstance(loaded, tuple):
-        loaded = next((part for part in loaded if isinstance(part, (list, dict)) and not hasattr(part, "shards")), loaded)
+        loaded = next(
+            (part for part in loaded if isinstance(part, (list, dict)) and not hasattr(part, "shards")), loaded
+        )
     if isinstance(loaded, dict) and all(isinstance(k, int) for k in loaded):
         loaded = [loaded[k] for k in sorted(loaded)]
     if not isinstance(loaded, list):
-        raise ValueError(f"load_sharded returned {type(loaded).__name__}, but should return a list of states, one a rank")
+        raise ValueError(
+            f"load_sharded returned {type(loaded).__name__}, but should return a list of states, one a rank"
+        )
     return loaded
 
 

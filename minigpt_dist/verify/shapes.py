@@ -1,7 +1,8 @@
 """Finding the pieces of a submission in torch's shape, by inspection.
 
-Owns what counts as a sharded optimizer `(params, optimizer_cls, **kwargs)` as torch's ZeroRedundancyOptimizer is, and as a data-parallel wrapper
-`(module)` or `(module, bucket_size_mb)` with a finish call after backward; or the functions of an `adapters.py` that make them.
+Owns what counts as a sharded optimizer `(params, optimizer_cls, **kwargs)`, as torch's ZeroRedundancyOptimizer is, and as a
+data-parallel wrapper `(module)` or `(module, bucket_size_mb)` with a finish call after backward; or the functions of an
+`adapters.py` that make them.
 """
 
 from __future__ import annotations
@@ -53,14 +54,23 @@ def find_sharded_optimizer(module: ModuleType) -> Callable[..., Any] | None:
         return maker  # type: ignore[no-any-return]  # getattr is Any
     for c in _own_classes(module):
         names = _parameters(c)
-        if len(names) >= 2 and any(word in names[1:3] for word in OPTIMIZER_CLASS_WORDS) and callable(getattr(c, "step", None)):
+        if (
+            len(names) >= 2
+            and any(word in names[1:3] for word in OPTIMIZER_CLASS_WORDS)
+            and callable(getattr(c, "step", None))
+        ):
             return c
     return None
 
 
 def find_data_parallel(module: ModuleType) -> Callable[..., Any] | None:
     """A function `get_ddp...`, or the class that wraps a module and is called in its place."""
-    for name in ("get_ddp", "get_ddp_bucketed", "get_ddp_individual_parameters", "get_ddp_overlap_individual_parameters"):
+    for name in (
+        "get_ddp",
+        "get_ddp_bucketed",
+        "get_ddp_individual_parameters",
+        "get_ddp_overlap_individual_parameters",
+    ):
         maker = getattr(module, name, None)
         if callable(maker):
             return maker  # type: ignore[no-any-return]  # getattr is Any
@@ -85,7 +95,11 @@ def finish_of(wrapper: Any) -> Callable[..., Any] | None:
 
 def finish_function(module: ModuleType) -> Callable[..., Any] | None:
     """`adapters.py` form: a function called with (ddp_model, optimizer) after backward."""
-    for name in ("ddp_on_after_backward", "ddp_bucketed_on_after_backward", "ddp_individual_parameters_on_after_backward"):
+    for name in (
+        "ddp_on_after_backward",
+        "ddp_bucketed_on_after_backward",
+        "ddp_individual_parameters_on_after_backward",
+    ):
         call = getattr(module, name, None)
         if callable(call):
             return call  # type: ignore[no-any-return]  # getattr is Any

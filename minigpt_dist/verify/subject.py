@@ -18,7 +18,7 @@ from minigpt_dist.verify.peers import Traits, traits_of
 DEADLINE_S = 60.0
 
 
-class NotJudged(Exception):
+class NotJudged(Exception):  # noqa: N818  # an outcome beside passed and failed, not an error
     """A check cannot be put to this implementation: neither pass nor fail. The message says why."""
 
 
@@ -63,9 +63,9 @@ class Subject:
                 self._evidence[key] = (gather(), None)
             except Exception as error:
                 self._evidence[key] = (None, error)
-        value, error = self._evidence[key]
-        if error is not None:
-            raise error
+        value, failure = self._evidence[key]
+        if failure is not None:
+            raise failure
         return value
 
     def ask(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

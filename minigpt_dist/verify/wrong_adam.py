@@ -46,7 +46,11 @@ class Layout:
 
     def flatten(self, values: Sequence[Tensor]) -> Tensor:
         """The trainable ones of `values`, which holds every tensor of the scenario, as one float64 vector."""
-        return torch.cat([values[i].detach().double().reshape(-1) for i in self.tensors]) if self.tensors else torch.zeros(0).double()
+        return (
+            torch.cat([values[i].detach().double().reshape(-1) for i in self.tensors])
+            if self.tensors
+            else torch.zeros(0).double()
+        )
 
     def option(self, name: str, base: float) -> Tensor:
         """An option of each element: the scenario's own for some tensors, `base` elsewhere."""
@@ -65,7 +69,9 @@ def layout(s: Scenario, world_size: int) -> Layout:
     total = sum(numels)
     starts = [initial_value(s.seed, i, s.shapes[i]).reshape(-1) for i in tensors]
     return Layout(
-        s, world_size, tensors,
+        s,
+        world_size,
+        tensors,
         torch.repeat_interleave(torch.tensor(tensors, dtype=torch.long), torch.tensor(numels, dtype=torch.long)),
         torch.arange(total) // max(-(-total // world_size), 1),
         torch.cat(starts) if starts else torch.zeros(0, dtype=torch.float64),
@@ -79,7 +85,11 @@ def _local(s: Scenario, world_size: int, step: int, part: int) -> Tensor:
     for rank in range(world_size):
         off = s.without_gradient(step, rank, world_size)
         row = [
-            (rank_gradient(s.seed, i, s.shapes[i], step, rank, part) if i not in off else torch.zeros(s.shapes[i], dtype=torch.float64)).reshape(-1)
+            (
+                rank_gradient(s.seed, i, s.shapes[i], step, rank, part)
+                if i not in off
+                else torch.zeros(s.shapes[i], dtype=torch.float64)
+            ).reshape(-1)
             for i in layout(s, world_size).tensors
         ]
         rows.append(torch.cat(row) if row else torch.zeros(0, dtype=torch.float64))
@@ -179,7 +189,9 @@ class Simulation:
 
     def __init__(self, mistake: Mistake, at: Layout, rank: int, since: int = 1, absent_as_zero: bool = False) -> None:
         self.mistake, self.at, self.rank, self.since, self.absent_as_zero = mistake, at, rank, since, absent_as_zero
-        self.state = State(at.start.clone(), torch.zeros_like(at.start), torch.zeros_like(at.start), torch.zeros_like(at.start))
+        self.state = State(
+            at.start.clone(), torch.zeros_like(at.start), torch.zeros_like(at.start), torch.zeros_like(at.start)
+        )
         self.kept = torch.zeros(at.world_size, at.numel, dtype=torch.float64)
         self.earlier: Tensor | None = None
         self.step = 0
@@ -237,7 +249,9 @@ class Simulation:
         s, x = self.at.scenario, self.state
         (beta1, beta2), eps = m.betas(s.betas), s.eps if m.eps is None else m.eps
         lr = self._lr(m)
-        decay = m.decay(self.at.option("weight_decay", s.weight_decay) if m.groups else torch.full_like(g, s.weight_decay), self.at)
+        decay = m.decay(
+            self.at.option("weight_decay", s.weight_decay) if m.groups else torch.full_like(g, s.weight_decay), self.at
+        )
         count = x.count + active
         t = m.count(count).clamp(min=0)
         old = (torch.zeros_like(g),) * 2 if m.forget_moments else (x.first, x.second)

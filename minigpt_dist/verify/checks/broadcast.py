@@ -81,10 +81,30 @@ def _check(subject: Subject, world_size: int, src: int, odd: bool = False) -> li
                 hint = "it still has the value of this rank's own seed" if unchanged and rank != src else ""
                 if rank == src:
                     hint = "the source itself was changed"
-                return [Violation("the tensor's bytes after the broadcast (sha256)", str(seen)[:16], f"{value[:16]}, rank {src}'s", "broadcast",
-                                  step=0, rank=rank, tensor=name, hint=hint)]
+                return [
+                    Violation(
+                        "the tensor's bytes after the broadcast (sha256)",
+                        str(seen)[:16],
+                        f"{value[:16]}, rank {src}'s",
+                        "broadcast",
+                        step=0,
+                        rank=rank,
+                        tensor=name,
+                        hint=hint,
+                    )
+                ]
         if "frozen" in r["trainable"]:
-            return [Violation("requires_grad of a frozen parameter", "True", "False, as before", "broadcast", step=0, rank=rank, tensor="frozen")]
+            return [
+                Violation(
+                    "requires_grad of a frozen parameter",
+                    "True",
+                    "False, as before",
+                    "broadcast",
+                    step=0,
+                    rank=rank,
+                    tensor="frozen",
+                )
+            ]
     return []
 
 
@@ -103,7 +123,33 @@ def broadcast_of_odd_layouts(subject: Subject, world_size: int) -> list[Violatio
     return _check(subject, world_size, 0, odd=True)
 
 
-register(Check("broadcast.layouts", "tensors that are not contiguous reach every rank", broadcast_of_odd_layouts, ("broadcast",), "broadcast",
-               world_sizes=(2, 3), exotic=True))
-register(Check("broadcast.first", "parameters and buffers of rank 0 reach every rank", broadcast_from_first, ("broadcast",), "broadcast"))
-register(Check("broadcast.last", "src chooses the rank that is copied", broadcast_from_last, ("broadcast",), "broadcast", world_sizes=(2, 3, 4)))
+register(
+    Check(
+        "broadcast.layouts",
+        "tensors that are not contiguous reach every rank",
+        broadcast_of_odd_layouts,
+        ("broadcast",),
+        "broadcast",
+        world_sizes=(2, 3),
+        exotic=True,
+    )
+)
+register(
+    Check(
+        "broadcast.first",
+        "parameters and buffers of rank 0 reach every rank",
+        broadcast_from_first,
+        ("broadcast",),
+        "broadcast",
+    )
+)
+register(
+    Check(
+        "broadcast.last",
+        "src chooses the rank that is copied",
+        broadcast_from_last,
+        ("broadcast",),
+        "broadcast",
+        world_sizes=(2, 3, 4),
+    )
+)

@@ -47,7 +47,15 @@ def falling(trace: Trace) -> list[Violation]:
     previous = math.inf
     for step, loss in losses.items():
         if not loss <= previous + LOSS_NOISE:
-            return [Violation("the mean loss", f"{loss:.6f}", f"at most {previous:.6f}, the loss of step {step - 1}", "optimizer", step=step)]
+            return [
+                Violation(
+                    "the mean loss",
+                    f"{loss:.6f}",
+                    f"at most {previous:.6f}, the loss of step {step - 1}",
+                    "optimizer",
+                    step=step,
+                )
+            ]
         previous = loss
     return []
 
@@ -67,11 +75,28 @@ def replicas_agree(trace: Trace) -> list[Violation]:
                 wanted = records[0].params.get(name)
                 if seen != wanted:
                     return [
-                        Violation("the parameter's bytes (sha256)", seen[:16], f"{str(wanted)[:16]}, as on rank 0", stage,
-                                  step=step, rank=r.rank, tensor=name, hint=_norm_hint(records[0], r))
+                        Violation(
+                            "the parameter's bytes (sha256)",
+                            seen[:16],
+                            f"{str(wanted)[:16]}, as on rank 0",
+                            stage,
+                            step=step,
+                            rank=r.rank,
+                            tensor=name,
+                            hint=_norm_hint(records[0], r),
+                        )
                     ]
             if r.param_norm != records[0].param_norm:
-                return [Violation("the parameter norm", f"{r.param_norm!r}", f"{records[0].param_norm!r}, as on rank 0", stage, step=step, rank=r.rank)]
+                return [
+                    Violation(
+                        "the parameter norm",
+                        f"{r.param_norm!r}",
+                        f"{records[0].param_norm!r}, as on rank 0",
+                        stage,
+                        step=step,
+                        rank=r.rank,
+                    )
+                ]
     return []
 
 
@@ -89,19 +114,42 @@ def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
     P = sum(len(raw) // 4 for raw in evidence.finals[0].values())
     share = zero1_bytes(P, world_size)
     most = share if subject.ours else allowed(share)
-    if evidence.averages_outside:  # whole parameters have owners: together one copy; how even that is, optimizer.balanced asks
+    if (
+        evidence.averages_outside
+    ):  # whole parameters have owners: together one copy; how even that is, optimizer.balanced asks
         most = allowed(8 * P)
     for record in evidence.whole.counted():
         held = record.bytes["optimizer"]
         if held > most or (subject.ours and record.step and held != share):
             hint = "this is the whole state: it is not sharded" if world_size > 1 and held >= 8 * P else ""
-            return [Violation("optimizer memory", f"{held} bytes", f"{share} bytes (12P/N with P = {P}, N = {world_size})", "memory",
-                              step=record.step, rank=record.rank, hint=hint)]
+            return [
+                Violation(
+                    "optimizer memory",
+                    f"{held} bytes",
+                    f"{share} bytes (12P/N with P = {P}, N = {world_size})",
+                    "memory",
+                    step=record.step,
+                    rank=record.rank,
+                    hint=hint,
+                )
+            ]
     total = sum(r.bytes["optimizer"] for r in evidence.whole.at(evidence.whole.steps[-1]))
     if evidence.averages_outside and total > world_size * allowed(8 * P // world_size):
-        return [Violation("optimizer memory over all ranks", f"{total} bytes", f"{8 * P} (two float32 moments, once)", "memory", hint="it is not sharded")]
+        return [
+            Violation(
+                "optimizer memory over all ranks",
+                f"{total} bytes",
+                f"{8 * P} (two float32 moments, once)",
+                "memory",
+                hint="it is not sharded",
+            )
+        ]
     if total < 8 * P:
-        return [Violation("optimizer memory over all ranks", f"{total} bytes", f"at least {8 * P} (two float32 moments)", "memory")]
+        return [
+            Violation(
+                "optimizer memory over all ranks", f"{total} bytes", f"at least {8 * P} (two float32 moments)", "memory"
+            )
+        ]
     return []
 
 
@@ -111,8 +159,16 @@ def peer_bytes(traits: Traits, evidence: Composed) -> list[Violation]:
     for record in evidence.whole.counted():
         held = record.bytes["optimizer"] + (record.bytes["params"] if traits.sharded_parameters else 0)
         if record.step and held != wanted[record.rank]:
-            return [Violation("optimizer memory", f"{held} bytes", f"{wanted[record.rank]} bytes ({traits.bytes_per_element} an element it owns)", "memory",
-                              step=record.step, rank=record.rank)]
+            return [
+                Violation(
+                    "optimizer memory",
+                    f"{held} bytes",
+                    f"{wanted[record.rank]} bytes ({traits.bytes_per_element} an element it owns)",
+                    "memory",
+                    step=record.step,
+                    rank=record.rank,
+                )
+            ]
     return []
 
 
@@ -126,7 +182,16 @@ def matches_oracle(subject: Subject, world_size: int) -> list[Violation]:
         wanted = right["losses"][record.step - 1][record.rank]
         off = abs(record.loss - wanted)
         if not off <= (0.0 if subject.ours else LOSS_REL * abs(wanted)):
-            return [Violation("the loss", f"{record.loss!r}", f"{wanted!r}, as in one process", "forward", step=record.step, rank=record.rank)]
+            return [
+                Violation(
+                    "the loss",
+                    f"{record.loss!r}",
+                    f"{wanted!r}, as in one process",
+                    "forward",
+                    step=record.step,
+                    rank=record.rank,
+                )
+            ]
     if subject.ours:
         return _same_bits(evidence.whole, right["digests"])
     return _close_finals(evidence, right["final"])
@@ -136,8 +201,17 @@ def _same_bits(trace: Trace, digests: list[dict[str, str]]) -> list[Violation]:
     for record in trace.records:
         for name, wanted in digests[record.step].items():
             if record.params[name] != wanted:
-                return [Violation("the parameter's bytes (sha256)", record.params[name][:16], f"{wanted[:16]}, as in one process", "optimizer",
-                                  step=record.step, rank=record.rank, tensor=name)]
+                return [
+                    Violation(
+                        "the parameter's bytes (sha256)",
+                        record.params[name][:16],
+                        f"{wanted[:16]}, as in one process",
+                        "optimizer",
+                        step=record.step,
+                        rank=record.rank,
+                        tensor=name,
+                    )
+                ]
     return []
 
 
@@ -148,8 +222,17 @@ def _close_finals(evidence: Composed, right: dict[str, bytes]) -> list[Violation
             b = torch.frombuffer(bytearray(right[name]), dtype=torch.float32).double()
             off = float((a - b).norm() / b.norm().clamp_min(1e-30))
             if not off <= FINAL_REL:
-                return [Violation("the parameter after 20 steps (relative error)", f"{off:.3g}", f"at most {FINAL_REL:g} from one process",
-                                  "optimizer", step=evidence.config.steps, rank=rank, tensor=name)]
+                return [
+                    Violation(
+                        "the parameter after 20 steps (relative error)",
+                        f"{off:.3g}",
+                        f"at most {FINAL_REL:g} from one process",
+                        "optimizer",
+                        step=evidence.config.steps,
+                        rank=rank,
+                        tensor=name,
+                    )
+                ]
     return []
 
 
@@ -162,16 +245,31 @@ def tokens_once(subject: Subject, world_size: int) -> list[Violation]:
             continue
         wanted = evidence.config.batch * evidence.config.model.seq_len * evidence.config.micro_batches
         if len(record.tokens) != wanted:
-            return [Violation("tokens read", f"{len(record.tokens)}", f"{wanted}", "data", step=record.step, rank=record.rank)]
+            return [
+                Violation(
+                    "tokens read", f"{len(record.tokens)}", f"{wanted}", "data", step=record.step, rank=record.rank
+                )
+            ]
         key = (record.step, *record.tokens)
         if key in seen:
-            return [Violation("the batch", f"the one of rank {seen[key][1]}", "its own", "data", step=record.step, rank=record.rank)]
+            return [
+                Violation(
+                    "the batch",
+                    f"the one of rank {seen[key][1]}",
+                    "its own",
+                    "data",
+                    step=record.step,
+                    rank=record.rank,
+                )
+            ]
         seen[key] = (record.step, record.rank)
     return []
 
 
 POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
-SAME_SIZE = frozenset({"all_reduce", "broadcast"})  # where all ranks pass the same tensor; a shard's size may differ by rank
+SAME_SIZE = frozenset(
+    {"all_reduce", "broadcast"}
+)  # where all ranks pass the same tensor; a shard's size may differ by rank
 
 
 def same_collectives(subject: Subject, world_size: int) -> list[Violation]:
@@ -183,8 +281,19 @@ def same_collectives(subject: Subject, world_size: int) -> list[Violation]:
         for r in records[1:]:
             mine = _calls(r)
             if mine != first:
-                at = next((i for i, (a, b) in enumerate(zip(mine, first, strict=False)) if a != b), min(len(mine), len(first)))
-                return [Violation(f"collective {at} of the step", str(mine[at : at + 1]), f"{first[at : at + 1]}, as on rank 0", "reduce", step=step, rank=r.rank)]
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(mine, first, strict=False)) if a != b), min(len(mine), len(first))
+                )
+                return [
+                    Violation(
+                        f"collective {at} of the step",
+                        str(mine[at : at + 1]),
+                        f"{first[at : at + 1]}, as on rank 0",
+                        "reduce",
+                        step=step,
+                        rank=r.rank,
+                    )
+                ]
     return []
 
 
@@ -200,8 +309,17 @@ def live_bytes_flat(subject: Subject, world_size: int) -> list[Violation]:
     for record in trace.records:
         for kind, held in record.bytes.items():
             if record.step > 2 and held > settled[record.rank][kind]:
-                return [Violation(f"bytes of {kind}", f"{held}", f"{settled[record.rank][kind]}, as after step 2", "memory", step=record.step, rank=record.rank,
-                                  hint="something is kept at every step")]
+                return [
+                    Violation(
+                        f"bytes of {kind}",
+                        f"{held}",
+                        f"{settled[record.rank][kind]}, as after step 2",
+                        "memory",
+                        step=record.step,
+                        rank=record.rank,
+                        hint="something is kept at every step",
+                    )
+                ]
     return []
 
 

@@ -46,9 +46,27 @@ def corpus_is_deterministic(subject: Subject, world_size: int) -> list[Violation
         for key in ("first", "again"):
             if not torch.equal(r[key], first):
                 at = int((r[key] != first).nonzero()[0])
-                return [Violation("the corpus of the same seed", f"token {int(r[key][at])} at {at}", f"{int(first[at])}", "data", rank=rank, element=at,
-                                  hint="it depends on the global random stream or on the rank, not on the seed alone")]
+                return [
+                    Violation(
+                        "the corpus of the same seed",
+                        f"token {int(r[key][at])} at {at}",
+                        f"{int(first[at])}",
+                        "data",
+                        rank=rank,
+                        element=at,
+                        hint="it depends on the global random stream or on the rank, not on the seed alone",
+                    )
+                ]
     return []
 
 
-register(Check("corpus", "the corpus is a function of its seed", corpus_is_deterministic, ("corpus",), "data", world_sizes=(1, 2)))
+register(
+    Check(
+        "corpus",
+        "the corpus is a function of its seed",
+        corpus_is_deterministic,
+        ("corpus",),
+        "data",
+        world_sizes=(1, 2),
+    )
+)

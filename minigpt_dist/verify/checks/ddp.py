@@ -19,12 +19,28 @@ from minigpt_dist.verify.violation import Violation
 GRAD_REL = 2.5e-7
 # torch's own wrapper refuses the last, unless told to look for unused parameters; so may others.
 EXOTIC = frozenset({"transposed", "empty_tensor", "float64", "unused_on_one"})
-ASKED = ("plain", "one_tensor", "many_tensors", "large", "empty_tensor", "transposed", "frozen", "unused", "unused_on_one", "backwards", "float64")
+ASKED = (
+    "plain",
+    "one_tensor",
+    "many_tensors",
+    "large",
+    "empty_tensor",
+    "transposed",
+    "frozen",
+    "unused",
+    "unused_on_one",
+    "backwards",
+    "float64",
+)
 
 
 def _tensor(raw: bytes, s: Scenario, i: int) -> Tensor:
     dtype = getattr(torch, s.dtype)
-    return torch.frombuffer(bytearray(raw), dtype=dtype).view(s.shapes[i]) if raw else torch.empty(s.shapes[i], dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(raw), dtype=dtype).view(s.shapes[i])
+        if raw
+        else torch.empty(s.shapes[i], dtype=dtype)
+    )
 
 
 def wrapper_averages(subject: Subject, world_size: int, name: str) -> list[Violation]:
@@ -42,7 +58,18 @@ def _start(s: Scenario, results: list[dict[str, Any]]) -> list[Violation]:
             seen, wanted = _tensor(r["start"][i], s, i), initial_value(s.seed, i, shape).to(getattr(torch, s.dtype))
             if not torch.equal(seen, wanted):
                 hint = "the source itself was changed" if rank == 0 else "construction must copy rank 0's parameters"
-                return [Violation("the parameter after construction", "its own", "rank 0's", "broadcast", step=0, rank=rank, tensor=f"p{i}", hint=hint)]
+                return [
+                    Violation(
+                        "the parameter after construction",
+                        "its own",
+                        "rank 0's",
+                        "broadcast",
+                        step=0,
+                        rank=rank,
+                        tensor=f"p{i}",
+                        hint=hint,
+                    )
+                ]
     return []
 
 
@@ -64,7 +91,9 @@ def _wrong_gradient(s: Scenario, world_size: int, step: int, rank: int, i: int, 
         wanted = torch.zeros(s.shapes[i], dtype=torch.float64)
         raw = raw if raw is not None else bytes(wanted.numel() * getattr(torch, s.dtype).itemsize)
     if raw is None:
-        return Violation("the gradient", "absent", "the mean over ranks", "reduce", step=step, rank=rank, tensor=f"p{i}")
+        return Violation(
+            "the gradient", "absent", "the mean over ranks", "reduce", step=step, rank=rank, tensor=f"p{i}"
+        )
     seen = _tensor(raw, s, i).double().flatten()
     off = (seen - wanted.flatten()).abs() > GRAD_REL * wanted.flatten().abs()
     off |= ~torch.isfinite(seen)
@@ -73,21 +102,46 @@ def _wrong_gradient(s: Scenario, world_size: int, step: int, rank: int, i: int, 
     at = int(off.nonzero()[0])
     ratio = float(seen[at] / wanted.flatten()[at]) if float(wanted.flatten()[at]) else float("nan")
     hint = f"{ratio:.4g} times the mean" + (": summed, not averaged" if round(ratio, 4) == world_size else "")
-    return Violation("the gradient", f"{float(seen[at]):.9g}", f"{float(wanted.flatten()[at]):.9g}, the mean over ranks", "reduce",
-                     step=step, rank=rank, tensor=f"p{i}", element=at, hint=hint)
+    return Violation(
+        "the gradient",
+        f"{float(seen[at]):.9g}",
+        f"{float(wanted.flatten()[at]):.9g}, the mean over ranks",
+        "reduce",
+        step=step,
+        rank=rank,
+        tensor=f"p{i}",
+        element=at,
+        hint=hint,
+    )
 
 
 def _ends(results: list[dict[str, Any]]) -> list[Violation]:
     for rank, r in enumerate(results):
         for i, (mine, first) in enumerate(zip(r["end"], results[0]["end"], strict=True)):
             if mine != first:
-                return [Violation("the parameter after the steps", "its own", "rank 0's, byte for byte", "reduce", rank=rank, tensor=f"p{i}")]
+                return [
+                    Violation(
+                        "the parameter after the steps",
+                        "its own",
+                        "rank 0's, byte for byte",
+                        "reduce",
+                        rank=rank,
+                        tensor=f"p{i}",
+                    )
+                ]
     return []
 
 
 def _check(name: str) -> Check:
-    return Check(f"ddp.{name}", BY_NAME[name].why, lambda subject, N: wrapper_averages(subject, N, name), ("ddp",), "reduce",
-                 world_sizes=(2, 3, 4), exotic=name in EXOTIC)
+    return Check(
+        f"ddp.{name}",
+        BY_NAME[name].why,
+        lambda subject, N: wrapper_averages(subject, N, name),
+        ("ddp",),
+        "reduce",
+        world_sizes=(2, 3, 4),
+        exotic=name in EXOTIC,
+    )
 
 
 for _name in ASKED:

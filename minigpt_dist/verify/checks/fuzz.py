@@ -13,7 +13,9 @@ from minigpt_dist.verify.subject import Subject
 
 def fuzz_verdict(subject: Subject, scenario: Scenario, world_size: int) -> str:
     """The message of the first violation under `scenario`, "" if there is none."""
-    ask = Check("optimizer.fuzz", scenario.why, lambda s, n: optimizer_matches(s, n, scenario), ("optimizer",), "optimizer")
+    ask = Check(
+        "optimizer.fuzz", scenario.why, lambda s, n: optimizer_matches(s, n, scenario), ("optimizer",), "optimizer"
+    )
     return put(ask, subject, world_size).render(subject.spec)
 
 

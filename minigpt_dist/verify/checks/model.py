@@ -37,13 +37,18 @@ def model_body(spec: str, slots: list[str]) -> dict[str, Any]:
     early[:, 0] = (early[:, 0] + 1) % SIZES.vocab
     same = torch.full_like(ids, 5)
     with torch.no_grad():
-        logits = {name: model(x).clone() for name, x in (("plain", ids), ("changed", changed), ("early", early), ("same", same))}
+        logits = {
+            name: model(x).clone()
+            for name, x in (("plain", ids), ("changed", changed), ("early", early), ("same", same))
+        }
     result: dict[str, Any] = {"numel": sum(p.numel() for p in model.parameters()), "logits": logits}
     if impl.ours:
         model.double()
         with torch.no_grad():
             result["double"] = model(ids).clone()
-            result["reference"] = reference_logits(dict(model.named_parameters()), ids, SIZES.num_heads, SIZES.num_layers)
+            result["reference"] = reference_logits(
+                dict(model.named_parameters()), ids, SIZES.num_heads, SIZES.num_layers
+            )
     return result
 
 
@@ -58,19 +63,60 @@ def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violati
         return [Violation("logits", "not finite", "finite", "model")]
     leak = (plain[:, :-1] - changed[:, :-1]).abs().max()
     if float(leak) > LOGIT_ABS:
-        return [Violation("change of earlier logits when the last token changes", f"{float(leak):.3g}", "0: a position must not see later ones", "model",
-                          hint="the causal mask is missing or shifted")]
+        return [
+            Violation(
+                "change of earlier logits when the last token changes",
+                f"{float(leak):.3g}",
+                "0: a position must not see later ones",
+                "model",
+                hint="the causal mask is missing or shifted",
+            )
+        ]
     if float((plain[:, -1] - early[:, -1]).abs().max()) <= LOGIT_ABS:
-        return [Violation("change of the last logits when the first token changes", "0", "above 0: attention reaches back", "model")]
+        return [
+            Violation(
+                "change of the last logits when the first token changes",
+                "0",
+                "above 0: attention reaches back",
+                "model",
+            )
+        ]
     if float((same[:, 0] - same[:, -1]).abs().max()) <= LOGIT_ABS:
-        return [Violation("difference between positions of a constant sequence", "0", "above 0: positions are embedded", "model")]
+        return [
+            Violation(
+                "difference between positions of a constant sequence", "0", "above 0: positions are embedded", "model"
+            )
+        ]
     if r["numel"] not in (NUMELS if not subject.ours else {SIZES.numel()}):
-        return [Violation("number of parameters", f"{r['numel']:,}", f"{SIZES.numel():,} (2 blocks, embedding 32, untied head), give or take biases", "model")]
+        return [
+            Violation(
+                "number of parameters",
+                f"{r['numel']:,}",
+                f"{SIZES.numel():,} (2 blocks, embedding 32, untied head), give or take biases",
+                "model",
+            )
+        ]
     if "double" in r:
         off = float((r["double"] - r["reference"]).abs().max())
         if off > REFERENCE_ABS:
-            return [Violation("difference from the functional reference, float64", f"{off:.3g}", f"at most {REFERENCE_ABS:g}", "model")]
+            return [
+                Violation(
+                    "difference from the functional reference, float64",
+                    f"{off:.3g}",
+                    f"at most {REFERENCE_ABS:g}",
+                    "model",
+                )
+            ]
     return []
 
 
-register(Check("model", "MiniGPT is a causal decoder of 29,824 parameters", model_is_a_causal_decoder, ("model",), "model", world_sizes=(1,)))
+register(
+    Check(
+        "model",
+        "MiniGPT is a causal decoder of 29,824 parameters",
+        model_is_a_causal_decoder,
+        ("model",),
+        "model",
+        world_sizes=(1,),
+    )
+)

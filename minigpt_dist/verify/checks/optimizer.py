@@ -35,7 +35,10 @@ def observed_values(s: Scenario, raw: dict[str, Any]) -> Values:
     """[step][tensor] from the bytes a rank returned."""
     dtype = getattr(torch, s.dtype)
     return [
-        [torch.frombuffer(bytearray(b), dtype=dtype).view(shape) if b else torch.empty(shape, dtype=dtype) for b, shape in zip(row, s.shapes, strict=True)]
+        [
+            torch.frombuffer(bytearray(b), dtype=dtype).view(shape) if b else torch.empty(shape, dtype=dtype)
+            for b, shape in zip(row, s.shapes, strict=True)
+        ]
         for row in raw["values"]
     ]
 
@@ -121,7 +124,11 @@ def _returned(s: Scenario, world_size: int, raw: list[dict[str, Any]], right: Va
         for step, value in enumerate(r["returned"], start=1):
             wanted = returned_loss(s, right, step, rank)
             if value is None or abs(value - wanted) > 1e-4 * abs(wanted):
-                return [Violation("what step(closure) returned", f"{value}", f"{wanted:.6g}", "optimizer", step=step, rank=rank)]
+                return [
+                    Violation(
+                        "what step(closure) returned", f"{value}", f"{wanted:.6g}", "optimizer", step=step, rank=rank
+                    )
+                ]
     return []
 
 
@@ -138,10 +145,22 @@ def optimizer_state_is_sharded(subject: Subject, world_size: int) -> list[Violat
     most = sum(allowed(share) for _ in held)
     if sum(held) > most:
         worst = max(range(world_size), key=lambda r: held[r])
-        hint = "every rank holds the whole state: it is not sharded" if min(held) * world_size > 0.6 * sum(held) and world_size > 1 else ""
+        hint = (
+            "every rank holds the whole state: it is not sharded"
+            if min(held) * world_size > 0.6 * sum(held) and world_size > 1
+            else ""
+        )
         return [_memory(s, worst, held[worst], share, hint)]
     if sum(held) < 8 * P:
-        return [Violation("optimizer memory over all ranks", f"{sum(held)} bytes", f"at least {8 * P} (two float32 moments of {P} elements)", "memory", step=s.steps)]
+        return [
+            Violation(
+                "optimizer memory over all ranks",
+                f"{sum(held)} bytes",
+                f"at least {8 * P} (two float32 moments of {P} elements)",
+                "memory",
+                step=s.steps,
+            )
+        ]
     return []
 
 
@@ -154,7 +173,15 @@ def optimizer_state_is_balanced(subject: Subject, world_size: int) -> list[Viola
     share = (8 if raw[0]["averages_outside"] else 12) * -(-P // world_size)
     for rank, r in enumerate(raw):
         if r["bytes"]["optimizer"] > allowed(share) + whole:
-            return [_memory(s, rank, r["bytes"]["optimizer"], share + whole, "state is lopsided: some ranks own more than others")]
+            return [
+                _memory(
+                    s,
+                    rank,
+                    r["bytes"]["optimizer"],
+                    share + whole,
+                    "state is lopsided: some ranks own more than others",
+                )
+            ]
     return []
 
 
@@ -170,14 +197,24 @@ def _sizes(s: Scenario) -> tuple[int, int]:
 
 
 def _memory(s: Scenario, rank: int, held: int, wanted: int, hint: str = "") -> Violation:
-    return Violation("optimizer memory", f"{held} bytes", f"{wanted} bytes", "memory", step=s.steps, rank=rank, hint=hint)
+    return Violation(
+        "optimizer memory", f"{held} bytes", f"{wanted} bytes", "memory", step=s.steps, rank=rank, hint=hint
+    )
 
 
 def _scenario_check(s: Scenario) -> Check:
     def find(subject: Subject, world_size: int) -> list[Violation]:
         return optimizer_matches(subject, world_size, s)
 
-    return Check(f"optimizer.{s.name}", s.why, find, ("optimizer",), "optimizer", world_sizes=(1, 2, 3, 4), exotic=s.name in EXOTIC)
+    return Check(
+        f"optimizer.{s.name}",
+        s.why,
+        find,
+        ("optimizer",),
+        "optimizer",
+        world_sizes=(1, 2, 3, 4),
+        exotic=s.name in EXOTIC,
+    )
 
 
 for _scenario in SCENARIOS:

@@ -72,7 +72,9 @@ def put(check: Check, subject: Subject, world_size: int) -> Verdict:
         return Verdict(check.name, world_size, not_judged=str(reason))
     except LaunchError as error:
         if subject.traits is not None and isinstance(error, RankError) and error.kind == "MissingPieceError":
-            return Verdict(check.name, world_size, not_judged=error.message)  # a peer is known, and owes no piece it never had
+            return Verdict(
+                check.name, world_size, not_judged=error.message
+            )  # a peer is known, and owes no piece it never had
         if check.exotic and not subject.ours and isinstance(error, RankError) and error.kind != "MissingPieceError":
             return Verdict(check.name, world_size, not_judged=f"it refuses: {error.kind}: {error.message}")
         return Verdict(check.name, world_size, (broken_run(error, check.stage),))
@@ -97,9 +99,13 @@ def broken_run(error: LaunchError, stage: str) -> Violation:
             return Violation("the contract", error.message, "complete", "contract")
         last = [line.strip() for line in error.traceback.splitlines() if line.strip().startswith("File ")]
         hint = f"raised at {last[-1]}" if last else ""
-        return Violation("the run", f"{error.kind}: {error.message}", "free of errors", stage, rank=error.rank, hint=hint)
+        return Violation(
+            "the run", f"{error.kind}: {error.message}", "free of errors", stage, rank=error.rank, hint=hint
+        )
     if isinstance(error, RankDied):
-        return Violation("the run", f"a dead rank (exit code {error.exitcode})", "alive to the end", stage, rank=error.rank)
+        return Violation(
+            "the run", f"a dead rank (exit code {error.exitcode})", "alive to the end", stage, rank=error.rank
+        )
     return Violation("the run", str(error).splitlines()[0], "free of errors", "launch")
 
 

@@ -35,7 +35,16 @@ def continues(resumed: Trace, unbroken: Trace, start: int) -> list[Violation]:
     again = {(r.step, r.rank): r for r in resumed.records}
     for key in wanted:
         if key not in again:
-            return [Violation("the resumed run", "without this step", f"trained from {start} to {last}", "load", step=key[0], rank=key[1])]
+            return [
+                Violation(
+                    "the resumed run",
+                    "without this step",
+                    f"trained from {start} to {last}",
+                    "load",
+                    step=key[0],
+                    rank=key[1],
+                )
+            ]
         found = _first_difference(again[key], whole[key], start)
         if found:
             return [found]
@@ -44,18 +53,45 @@ def continues(resumed: Trace, unbroken: Trace, start: int) -> list[Violation]:
 
 def _first_difference(resumed: Record, unbroken: Record, start: int) -> Violation | None:
     stage = "load" if resumed.step == start else "optimizer"
-    hint = "" if resumed.step == start else "the state was loaded right, and the next updates differ: something that steers them is not saved (step count, options, random stream, data position)"
-    for kind, mine, theirs in (("parameter", resumed.params, unbroken.params), ("optimizer state", resumed.optimizer, unbroken.optimizer)):
+    hint = (
+        ""
+        if resumed.step == start
+        else "the state was loaded right, and the next updates differ: something that steers them is not saved (step count, options, random stream, data position)"
+    )
+    for kind, mine, theirs in (
+        ("parameter", resumed.params, unbroken.params),
+        ("optimizer state", resumed.optimizer, unbroken.optimizer),
+    ):
         for name, value in theirs.items():
             if mine.get(name) != value:
-                return Violation(f"the {kind}'s bytes (sha256)", str(mine.get(name))[:16], f"{value[:16]}, as in the unbroken run", stage,
-                                 step=resumed.step, rank=resumed.rank, tensor=name, hint=hint)
+                return Violation(
+                    f"the {kind}'s bytes (sha256)",
+                    str(mine.get(name))[:16],
+                    f"{value[:16]}, as in the unbroken run",
+                    stage,
+                    step=resumed.step,
+                    rank=resumed.rank,
+                    tensor=name,
+                    hint=hint,
+                )
     if resumed.tokens != unbroken.tokens and resumed.step > start:
-        return Violation("tokens read", str(resumed.tokens[:4]), f"{unbroken.tokens[:4]}, as in the unbroken run", "data", step=resumed.step, rank=resumed.rank)
+        return Violation(
+            "tokens read",
+            str(resumed.tokens[:4]),
+            f"{unbroken.tokens[:4]}, as in the unbroken run",
+            "data",
+            step=resumed.step,
+            rank=resumed.rank,
+        )
     return None
 
 
 register(
-    Check("resume_bytes", "the checkpoint of step 10 resumes byte-equal and trains on to the same bytes", resumes_byte_equal,
-          ("model", "broadcast", "optimizer", "checkpoint"), "load")
+    Check(
+        "resume_bytes",
+        "the checkpoint of step 10 resumes byte-equal and trains on to the same bytes",
+        resumes_byte_equal,
+        ("model", "broadcast", "optimizer", "checkpoint"),
+        "load",
+    )
 )

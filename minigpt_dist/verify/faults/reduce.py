@@ -190,25 +190,25 @@ def gradients_one_step_late() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#8061", needs="more than one tensor", check="optimizer.plain", stage="reduce", step=1, tensor="p4",
+@fault(source="deepspeedai/DeepSpeed#8061", needs="more than one tensor", check="optimizer.plain", stage="reduce", step=1, tensor="p0",
        green=("optimizer.one_tensor", "param_norms"), equivalent=ONE_RANK)
 def reduced_before_the_copy_finished() -> Names:
-    """The reduction starts before the last two tensors are in the bucket: for them each rank keeps its own gradient."""
+    """The reduction starts before the first tensor is in the bucket: for it each rank keeps its own gradient."""
 
     class Zero(LessonZero):
         def reduce(self) -> Tensor:
             flat, tensors = self.flat_grads(), list(self.params())
-            done = self.total - sum(p.numel() for p in tensors[-2:]) if len(tensors) > 2 else self.total
-            ready = flat[:done].clone()
+            late = tensors[0].numel() if len(tensors) > 2 else 0
+            ready = flat[late:].clone()
             if self.world_size > 1:
                 dist.all_reduce(ready)
-            flat[:done] = ready / self.world_size
+            flat[late:] = ready / self.world_size
             return self.cut(flat)
 
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#7805", needs="more than one bucket a step", check="optimizer.many_tensors", stage="reduce", step=1, tensor="p0",
+@fault(source="deepspeedai/DeepSpeed#7805", needs="more than one bucket a step", check="optimizer.one_tensor", stage="reduce", step=1, tensor="p0",
        green=("optimizer.tiny", "param_norms"))
 def double_buffer_index_reset() -> Names:
     """Two buckets take turns in one buffer: the first is overwritten by the second while it is in flight."""
