@@ -48,7 +48,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attn(self.ln1(x)))
-        return x + self.drop(self.mlp(self.ln2(x)))
+        out: Tensor = x + self.drop(self.mlp(self.ln2(x)))
+        return out
 
 
 class MiniGPT(nn.Module):

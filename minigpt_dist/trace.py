@@ -21,7 +21,7 @@ from torch import Tensor
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of `tensor`: the local shard of one that torch spreads over ranks (a DTensor), else all of it."""
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()  # type: ignore[no-any-return]  # getattr is Any
+    return tensor if to_local is None else to_local()
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

@@ -6,6 +6,7 @@ formula is torch's, the mean is taken here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,7 @@ def clip_scale(s: Scenario, gradients: list[Tensor | None]) -> float:
     """The factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1."""
     if not s.max_norm:
         return 1.0
-    norm = sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients if g is not None))
     return min(s.max_norm / (norm + 1e-6), 1.0)
 
 

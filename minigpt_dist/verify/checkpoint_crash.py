@@ -66,10 +66,10 @@ class Scene:
         return {"wrong": failure} if failure else self.store.load(self.dest, self.world_size)
 
     def limits(self) -> list[int]:
-        """Sizes at which files of the checkpoint are cut: early in the smallest, and at the end of the largest."""
+        """Sizes at which files of the checkpoint are cut: early in each, and at the last byte of the largest."""
         files = [p for p in self.dest.rglob("*") if p.is_file() and not p.is_symlink()]
         sizes = sorted({p.stat().st_size for p in files} - {0})
-        return sorted({sizes[0] // 2, *(size - 1 for size in sizes[-2:])}) if sizes else []
+        return sorted({sizes[0] // 2, sizes[-1] - 1}) if sizes else []
 
 
 def killed(store: Store, area: Path, world_size: int, over_old: bool) -> Rows:
@@ -107,9 +107,7 @@ def killed(store: Store, area: Path, world_size: int, over_old: bool) -> Rows:
         if i == len(whole.told) // 2:
             row["again"] = scene.saved_next()
         rows.append(row)
-    rows += [_killed_at(scene, limit, existing, over_old, whole.told) for limit in limits]
-    rows[-1]["again"] = scene.saved_next()
-    return rows
+    return rows + [_killed_at(scene, limit, existing, over_old, whole.told) for limit in limits]
 
 
 def _killed_at(
