@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from types import FrameType, ModuleType
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 
 from minigpt_dist.trace import own_part
@@ -34,11 +35,10 @@ def live_tensors() -> list[Tensor]:
     gc.collect()
     objects = [o for o in gc.get_objects() if type(o) is not FrameType]
     tensors = [o for o in objects if issubclass(type(o), Tensor)]  # type(): isinstance would wake lazy proxies
-    module_globals = [
-        vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType
-    ]  # frozen ones are not in get_objects
+    # Objects frozen before a fork are not in get_objects: the globals of modules are added by hand.
+    module_globals = [vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType]
     held = set(map(id, gc.get_referents(*objects, *module_globals)))
-    return [t for t in tensors if id(t) in held]
+    return [t for t in tensors if id(t) in held and t.layout == torch.strided]  # a sparse tensor has no storage of its own
 
 
 def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str, int]:

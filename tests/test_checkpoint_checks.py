@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_doubles import RIGHT, WRONG
+from checkpoint_doubles import RIGHT
+from checkpoint_mistakes import WRONG
 
 from minigpt_dist.verify.checks import CHECKS, Verdict, put
 from minigpt_dist.verify.subject import Subject
@@ -38,7 +39,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
         def verdict(name: str, check: str, world_size: int) -> Verdict:
             spec = folder / f"{name}.py"
             lines = [
-                "from checkpoint_doubles import IMPLEMENTATIONS",
+                "from checkpoint_mistakes import IMPLEMENTATIONS",
                 f"piece = IMPLEMENTATIONS[{name!r}]()",
                 "save_sharded, load_sharded = piece.save, piece.load",
             ]

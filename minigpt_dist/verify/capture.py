@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 # The kinds of tensor in the order in which a step makes them. `grads` is what backward itself gave, added over micro-batches, before any
-# hook of the implementation; `held` is p.grad when step() is called. `saved` and `kept` surround a save: the state handed to it,
+# hook of the implementation; `asked` is a second answer of state_dict(), where it is not the first; `held` is p.grad when step() is called. `saved` and `kept` surround a save: the state handed to it,
 # and what the rank holds afterwards. `loaded` is what came back from disk, `resumed` what the rank holds once it is restored.
 KINDS = (
     "corpus",
@@ -141,15 +141,21 @@ class Capture:
         self.note("loss", {str(m): torch.tensor(loss, dtype=torch.float64) for m, loss in enumerate(losses)})
         self._close(step, model, optimizer)
 
-    def saved(self, state: Any, model: nn.Module, optimizer: Any) -> None:
-        """A save has returned: what it was given, and what is held now. Belongs to the step just closed."""
+    def saving(self, state: Any) -> None:
+        """A save is about to be given `state`. Belongs to the step just closed."""
         self.shots[-1].put("saved", dict(leaves_of(state)))
+
+    def saved(self, model: nn.Module, optimizer: Any) -> None:
+        """The save has returned."""
         self.shots[-1].put(
             "kept", {**_prefixed("optimizer", state_of(optimizer)), **_prefixed("model", named_tensors(model))}
         )
 
     def _close(self, step: int, model: nn.Module, optimizer: Any) -> None:
-        self.note("state", state_of(optimizer))
+        first, second = ({n: copied(t) for n, t in state_of(optimizer).items()} for _ in range(2))
+        self.note("state", first)
+        if any(n not in second or not torch.equal(t, second[n]) and not bool(t.isnan().any()) for n, t in first.items()):
+            self.note("asked", second)
         self.note("params", named_tensors(model))
         self._next.step = step
         order = [kind for kind in KINDS if kind in self._next.parts]

@@ -1,6 +1,6 @@
 """The contract: how another implementation is plugged in, and what it is found to offer.
 
-Owns resolving a spec (a module name, a path to a file or folder, `fault:NAME`, `peer:NAME`) to callables, one per slot, and the record of
+Owns resolving a spec (a module name, a path to a file or folder, `fault:NAME`, `variant:NAME`, `peer:NAME`) to callables, one per slot, and the record of
 where each came from. A slot that an implementation lacks is an error for whoever asks for it, never ours instead.
 Runs only inside ranks: foreign code is not imported by the process that judges.
 """
@@ -108,9 +108,10 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
 
 def load_module(spec: str) -> ModuleType:
     """Import what `spec` names. ValueError if nothing is there."""
-    if spec.startswith("fault:"):
-        faults = importlib.import_module("minigpt_dist.verify.faults")
-        return faults.build(spec.removeprefix("fault:"))  # type: ignore[no-any-return]  # imported by name, to keep it optional
+    for prefix, home in (("fault:", "faults"), ("variant:", "faults.variants")):
+        if spec.startswith(prefix):
+            planted = importlib.import_module(f"minigpt_dist.verify.{home}")
+            return planted.build(spec.removeprefix(prefix))  # type: ignore[no-any-return]  # imported by name, to keep it optional
     if spec.startswith("peer:"):
         peers = importlib.import_module("minigpt_dist.verify.peers")
         return peers.build(spec.removeprefix("peer:"))  # type: ignore[no-any-return]  # as above
@@ -118,7 +119,7 @@ def load_module(spec: str) -> ModuleType:
     if path.suffix == ".py" or path.is_dir() or "/" in spec:
         return _load_path(path)
     if importlib.util.find_spec(spec) is None:
-        raise ValueError(f"implementation is {spec!r}, but should be a module, a path, fault:NAME or peer:NAME")
+        raise ValueError(f"implementation is {spec!r}, but should be a module, a path, fault:NAME, variant:NAME or peer:NAME")
     return importlib.import_module(spec)
 
 

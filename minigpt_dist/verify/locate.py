@@ -31,6 +31,7 @@ STAGE_OF = {
     "loss": "forward",
     "grads": "backward",
     "held": "backward",
+    "asked": "save",
     "saved": "save",
     "kept": "save",
     "loaded": "load",
@@ -231,7 +232,7 @@ def _stale(run: Run, kind: str, step: int, rank: int, name: str, wrong: Tensor |
 
 
 def _after_save(shot: Shot) -> Iterator[Difference]:
-    """A save gets the state that the rank holds, and changes nothing of it."""
+    """Asking for the state changes nothing; a save gets the state that the rank holds, and changes nothing of it."""
     held = {
         **{f"optimizer.{n}": t for n, t in shot.get("state").items()},
         **{f"model.{n}": t for n, t in shot.get("params").items()},
@@ -250,7 +251,7 @@ def _resume(run: Run) -> Iterator[Difference]:
     for (step, rank), shot in sorted(run.resumed.items()):
         whole = run.shots[step, rank]
         for kind, wanted, stage, words in (
-            ("loaded", whole.get("saved"), "save", "what is read back is not what was saved"),
+            ("loaded", whole.get("saved"), "load", "what is read back is not what was saved"),
             ("resumed", shot.get("loaded"), "load", "what was read is not what the rank holds after loading"),
             ("state", whole.get("state"), "load", "the optimizer's state is not the unbroken run's"),
             ("params", whole.get("params"), "load", "the resumed run leaves the unbroken one"),

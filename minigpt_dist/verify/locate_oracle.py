@@ -74,10 +74,12 @@ class Moments:
 
 @dataclass(frozen=True)
 class Target:
-    """What one step should have given: mean gradient, moments, parameters after it; `bound` (P,) on the parameters, `bound_first` on the first moment."""
+    """What one step should have given, all (P,): mean gradient (`shares` (N, P) add up to it, `loose` is how far it may be off), moments, parameters after
+    the step; and the bounds on parameters, first and second moments."""
 
     mean: Tensor
     shares: Tensor
+    loose: Tensor
     before: Tensor
     earlier: Moments
     moments: Moments
@@ -102,24 +104,26 @@ class Teacher:
         """`gradients`: (P,) of each rank, its own, mean over its micro-batches. `before`: (P,) parameters at the start of the step."""
         c, N = self.config, len(gradients)
         shares = torch.stack([g / N for g in gradients])
-        mean = shares.sum(0)
         loose = (N * c.micro_batches + 4) * self.u * shares.abs().sum(0)
         if c.reduction == "exact":
             loose = loose + 2.0**-GRID_BITS
-        earlier, self.moments = self.moments, advanced(self.moments, mean, loose, c.betas, self.u)
+        earlier, mean = self.moments, shares.sum(0)
+        self.moments = advanced(earlier, mean, loose, c.betas, self.u)
+        params, bound = updated(before, self.moments, c, self.u)
         now = self.moments
-        params = adamw(before, now.first, now.second, now.step, c)
-        beta1, beta2 = c.betas
-        root = (now.second / (1 - beta2**now.step)).sqrt()
-        below = root + c.eps
-        ratio = now.first.abs() / (1 - beta1**now.step) / below
-        loose_root = (now.loose_root_sq / (1 - beta2**now.step)).sqrt() + 3 * now.step * self.u * root
-        bound = c.lr * (now.loose_first / (1 - beta1**now.step) + ratio * (loose_root + 4 * self.u * below)) / below
-        bound = bound + 4 * self.u * (before.abs() + c.lr * ratio)
-        second = (
-            2 * now.loose_root_sq.sqrt() * now.second.sqrt() + now.loose_root_sq + 4 * now.step * self.u * now.second
-        )
-        return Target(mean, shares, before, earlier, now, params, bound, now.loose_first, second)
+        second = 2 * (now.loose_root_sq * now.second).sqrt() + now.loose_root_sq + 4 * now.step * self.u * now.second
+        return Target(mean, shares, loose, before, earlier, now, params, bound, now.loose_first, second)
+
+
+def updated(before: Tensor, now: Moments, c: TrainConfig, u: float) -> tuple[Tensor, Tensor]:
+    """(parameters after the step, how far a correct implementation's may be off), both (P,)."""
+    beta1, beta2 = c.betas
+    root = (now.second / (1 - beta2**now.step)).sqrt()
+    below, corrected = root + c.eps, now.first / (1 - beta1**now.step)
+    ratio = corrected.abs() / below
+    loose_root = (now.loose_root_sq / (1 - beta2**now.step)).sqrt() + (3 * now.step + 4) * u * below
+    bound = c.lr * (now.loose_first / (1 - beta1**now.step) + ratio * loose_root) / below
+    return adamw(before, now.first, now.second, now.step, c), bound + 4 * u * (before.abs() + c.lr * ratio)
 
 
 def advanced(m: Moments, grad: Tensor, loose: Tensor, betas: tuple[float, float], u: float) -> Moments:
@@ -152,10 +156,10 @@ def adamw(
     return shrunk - lr * first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + c.eps)
 
 
-def with_gradient(target: Target, grad: Tensor, c: TrainConfig) -> Tensor:
-    """The parameters that AdamW would have given, had it used `grad` at this step in place of the mean."""
-    now = advanced(target.earlier, grad, torch.zeros_like(grad), c.betas, 0.0)
-    return adamw(target.before, now.first, now.second, now.step, c)
+def with_gradient(target: Target, grad: Tensor, loose: Tensor, c: TrainConfig) -> tuple[Tensor, Tensor]:
+    """(parameters, bound) that AdamW would have given, had it used `grad`, known up to `loose`, at this step in place of the mean."""
+    now = advanced(target.earlier, grad, loose, c.betas, UNIT[c.dtype])
+    return updated(target.before, now, c, UNIT[c.dtype])
 
 
 def replayed(means: Sequence[Tensor], betas: tuple[float, float]) -> Moments:
@@ -180,6 +184,7 @@ def wrong_updates(target: Target, means: Sequence[Tensor], c: TrainConfig) -> di
         f"bias is corrected as at step {t + 1}": lambda: adamw(target.before, now.first, now.second, t + 1, c),
         "moments are used without bias correction": lambda: update(now.first / (now.second.sqrt() + c.eps)),
         "the second moment is not bias-corrected": lambda: update(corrected / (now.second.sqrt() + c.eps)),
+        "the first moment is not bias-corrected": lambda: update(now.first / (root + c.eps)),
         "eps is added inside the root": lambda: update(corrected / (now.second / (1 - beta2**t) + c.eps).sqrt()),
         "the learning rate is N times too large": lambda: update(corrected / (root + c.eps), c.lr * c.world_size),
         "the learning rate is N times too small": lambda: update(corrected / (root + c.eps), c.lr / c.world_size),
@@ -191,6 +196,9 @@ def wrong_updates(target: Target, means: Sequence[Tensor], c: TrainConfig) -> di
         "weight decay is not multiplied by the learning rate": lambda: adamw(
             target.before, now.first, now.second, t, c, decay=c.weight_decay
         ),
+        "eps is not the one asked for, but 1e-8": lambda: update(corrected / (root + 1e-8)),
+        "the moments and the count start again at this step": lambda: adamw(target.before, first_only.first, first_only.second, 1, c),
+        "weight decay is applied again after the update": lambda: adamw(target.before, now.first, now.second, t, c) * (1 - c.lr * c.weight_decay),
         "weight decay is applied twice": lambda: adamw(
             target.before, now.first, now.second, t, c, decay=1 - (1 - c.lr * c.weight_decay) ** 2
         ),

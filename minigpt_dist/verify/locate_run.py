@@ -74,9 +74,9 @@ class ObservedWorker(Worker):
         theirs = self.pieces
 
         def save(state: dict[str, Any], folder: Path, step: int, config: TrainConfig) -> object:
-            handed = dict(state)
+            capture.saving(state)
             done = theirs.save(state, folder, step, config)
-            capture.saved(handed, self.recorder.model, self.recorder.optimizer)
+            capture.saved(self.recorder.model, self.recorder.optimizer)
             return done
 
         def load(folder: Path, world_size: int, rank: int) -> dict[str, Any]:

@@ -33,18 +33,18 @@ def leaves_of_kind(state: Mapping[str, Tensor], kind: str) -> list[Tensor]:
 
 
 def is_slice(leaf: Tensor, whole: Tensor, bound: Tensor) -> bool | None:
-    """Is `leaf` a run of neighbours of `whole` (P,), within `bound` (P,)? What exceeds the end must be zeros. None if it is all padding."""
-    filled = len(leaf) if len(leaf) <= len(whole) else len(whole)
-    while filled and float(leaf[filled - 1]) == 0.0:  # padding
-        filled -= 1
-    if not filled:
-        return None
-    starts = ((whole - leaf[0]).abs() <= bound).nonzero().flatten().tolist()
-    for start in starts:
-        end = start + min(len(leaf), len(whole) - start)
+    """Is `leaf` a run of neighbours of `whole` (P,), within `bound` (P,)? What exceeds the end must be zeros. None if it is all zeros."""
+    return None if not bool(leaf.any()) else start_of(leaf, whole, bound) is not None
+
+
+def start_of(leaf: Tensor, whole: Tensor, bound: Tensor) -> int | None:
+    """Where in `whole` the run of neighbours begins that `leaf` is; None if nowhere."""
+    filled = int(leaf.nonzero().max()) + 1 if bool(leaf.any()) else 0  # beyond: padding, or zeros
+    for start in ((whole - leaf[0]).abs() <= bound).nonzero().flatten().tolist():
+        end = min(start + len(leaf), len(whole))
         if end - start >= filled and bool(((leaf[: end - start] - whole[start:end]).abs() <= bound[start:end]).all()):
-            return True
-    return False
+            return int(start)
+    return None
 
 
 def all_slices(state: Mapping[str, Tensor], kind: str, whole: Tensor, bound: Tensor) -> bool | None:

@@ -6,7 +6,7 @@ gradients left in p.grad, and known mistakes only tell the stage and the cause.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from minigpt_dist.verify.difference import Difference, bits_differ, difference
 from minigpt_dist.verify.locate_cause import matching, shape_of, wrong_means
 from minigpt_dist.verify.locate_oracle import Names, Target, Teacher, even_owner, with_gradient, wrong_updates
 from minigpt_dist.verify.locate_run import Run
-from minigpt_dist.verify.locate_state import all_slices, coarse, kind_of_state
+from minigpt_dist.verify.locate_state import all_slices, coarse, is_slice, kind_of_state, leaves_of_kind, start_of
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -57,7 +57,22 @@ class Steps:
             stage, cause = _Blame(self, target, shots, seen, wrong, previous, local).verdict()
             rank = next(r for r, w in enumerate(wrong) if bool(w.any()))
             return self._difference(step, shots[rank], target.params, wrong[rank], stage, cause)
-        return self._replicas(step, shots)
+        return self._replicas(step, shots) or self._first_moments(step, shots, target)
+
+    def _first_moments(self, step: int, shots: list[Shot], target: Target) -> Difference | None:
+        """The parameters are right, but a first moment is evidently that of its elements and yet not as the mean gradient makes it."""
+        whole, coarsely = target.moments.first, target.moments.first.abs() * 2.0**-6
+        for shot in shots:
+            for name, leaf in shot.get("state").items():
+                if kind_of_state(name) != "first" or not leaf.is_floating_point() or not leaf.numel():
+                    continue
+                flat = leaf.double().flatten()
+                if is_slice(flat, whole, target.bound_first) is False and (start := start_of(flat, whole, coarsely)) is not None:
+                    wanted, bound = (v[start : start + len(flat)] for v in (whole, target.bound_first))
+                    seen, wanted = leaf.flatten()[: len(wanted)], wanted.to(leaf.dtype)
+                    found = difference(step, shot.rank, "reduce", name, seen, wanted, (seen.double() - wanted.double()).abs() > bound)
+                    return found.because("the mean gradient that it holds is off by more than rounding")
+        return None
 
     def _difference(self, step: int, shot: Shot, wanted: Tensor, wrong: Tensor, stage: str, cause: str) -> Difference:
         name, _ = self.names.place(int(wrong.nonzero()[0]))
@@ -80,6 +95,10 @@ class Steps:
                         "right within rounding, but not the same on every rank: what the owner has does not reach everyone"
                     )
         return None
+
+
+def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class _Blame:
@@ -107,10 +126,6 @@ class _Blame:
         self.c = steps.run.config
         self.any_wrong = torch.stack(wrong).any(0)
 
-    def fits(self, seen: Tensor, wanted: Tensor) -> Tensor:
-        """Twice the bound of the right answer: a wrong one has rounding of its own."""
-        return (seen - wanted).abs() <= 2 * self.target.bound
-
     def verdict(self) -> tuple[str, str]:
         """(stage, cause)."""
         for ask in (
@@ -127,6 +142,16 @@ class _Blame:
             if found is not None:
                 return found
         return "optimizer", self._shape()
+
+    def _asked(self) -> tuple[str, str] | None:
+        """Had the master copies that state_dict() showed after the step before already left the parameters?"""
+        exact = torch.zeros_like(self.target.before)
+        for shot in self.shots:
+            earlier = self.steps.run.shots[shot.step - 1, shot.rank]
+            if earlier.step and all_slices(earlier.get("state"), "master", self.target.before, exact) is False:
+                if all_slices(shot.get("state"), "master", self.steps.names.flatten(shot.get("params")), exact):
+                    return "save", "the master copy in the state_dict of the step before is not what the parameters were: asking for it changed it"
+        return None
 
     def _held(self) -> tuple[str, str] | None:
         """Is what lies in p.grad when step() is called this step's gradient: the rank's own, the mean, or the sum? (An implementation may leave nothing.)"""
@@ -167,8 +192,8 @@ class _Blame:
         """Does each rank use its own gradient for everything?"""
         if self.c.world_size == 1:
             return None
-        own = [with_gradient(self.target, g, self.c) for g in self.local]
-        if all(bool(self.fits(values, wanted).all()) for values, wanted in zip(self.seen, own, strict=True)):
+        own = [with_gradient(self.target, g, self.target.loose + 1e-5 * g.abs(), self.c) for g in self.local]
+        if all(bool(((values - wanted).abs() <= bound).all()) for values, (wanted, bound) in zip(self.seen, own, strict=True)):
             return "reduce", "each rank uses its own gradient: nothing is reduced"
         return None
 
@@ -189,23 +214,25 @@ class _Blame:
         return None
 
     def _first_moment(self) -> bool | None:
-        told = [
-            all_slices(shot.get("state"), "first", self.target.moments.first, self.target.bound_first)
-            for shot in self.shots
-        ]
-        return None if all(t is None for t in told) else all(t is not False for t in told)
+        """Do the ranks' first moments hold what the mean gradient gives? None if they are not to be seen."""
+        told = [all_slices(shot.get("state"), "first", self.target.moments.first, self.target.bound_first) for shot in self.shots]
+        if any(t is not None for t in told):
+            return all(t is not False for t in told)
+        seen = any(leaves_of_kind(shot.get("state"), "first") for shot in self.shots)
+        return False if seen and bool(self.target.moments.first.any()) else None  # all zeros, on every rank
 
     def _mean(self) -> tuple[str, str] | None:
         """A known wrong way to average, put through the right update."""
-        means = wrong_means(self.target.shares, self.previous, self.steps.owner, self.c.micro_batches)
-        tried = ((cause, lambda g=grad: with_gradient(self.target, g, self.c)) for cause, grad in means)
-        cause = matching(self.seen, tried, self.fits, self.any_wrong, self.steps.owner)
+        means = wrong_means(self.target.shares, self.target.loose, self.previous, self.steps.owner, self.c.micro_batches)
+        tried = ((cause, *with_gradient(self.target, grad, loose, self.c)) for cause, grad, loose in means)
+        cause = matching(self.seen, tried, self.any_wrong, self.steps.owner)
         return ("reduce", cause) if cause and self._first_moment() is not True else None
 
     def _update(self) -> tuple[str, str] | None:
         """A known wrong update with the right mean."""
         known = wrong_updates(self.target, self.steps.means, self.c)
-        cause = matching(self.seen, iter(known.items()), self.fits, self.any_wrong, self.steps.owner)
+        tried = ((cause, make(), 4 * self.target.bound + 1e-6 * self.c.lr) for cause, make in known.items())
+        cause = matching(self.seen, tried, self.any_wrong, self.steps.owner)
         return ("optimizer", cause) if cause else None
 
     def _state(self) -> tuple[str, str] | None:
@@ -214,6 +241,10 @@ class _Blame:
             short = coarse(self.shots[0].get("state"), kind)
             if short:
                 return "optimizer", f"moments are kept in {short}"
+        state = self.shots[0].get("state")
+        pairs = list(zip(leaves_of_kind(state, "first"), leaves_of_kind(state, "second"), strict=False))
+        if pairs and all(torch.equal(a, b) for a, b in pairs):
+            return "optimizer", "both moments hold the same numbers: they share memory"
         if self._first_moment() is False:
             return "reduce", self._shape()
         return None

@@ -140,9 +140,8 @@ def _load(impl: Implementation, folder: Path, world_size: int, rank: int) -> dic
 def states_of(loaded: Any) -> list[Any]:
     """The per-rank states in what `load_sharded` returned: a list, or a pair with the manifest."""
     if isinstance(loaded, tuple):
-        loaded = next(
-            (part for part in loaded if isinstance(part, (list, dict)) and not hasattr(part, "shards")), loaded
-        )
+        parts = [part for kind in (list, dict) for part in loaded if isinstance(part, kind)]  # a manifest may be a dict too
+        loaded = parts[0] if parts else loaded
     if isinstance(loaded, dict) and all(isinstance(k, int) for k in loaded):
         loaded = [loaded[k] for k in sorted(loaded)]
     if not isinstance(loaded, list):

@@ -24,8 +24,8 @@ class Scenario:
     reload_at: after this step the state goes through state_dict and load_state_dict (`loads` times) into a new optimizer.
     snapshots: state_dict is called, and what it gives dropped, after every step.
     late: the last tensor joins by add_param_group after step 1. closure: step is given a closure. twice: a second
-    optimizer over a second module runs in the same process. missing_zero_grad: steps before which zero_grad is not called.
-    late_grad: tensors whose `grad` is assigned by hand rather than by backward. contiguous: False transposes matrices.
+    optimizer over a second module runs in the same process. keep_grads_before: steps before which zero_grad is not called.
+    model_zero_grad: the module's own is called. transposed: matrices are not contiguous. census: bytes alive are counted at the end.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Scenario:
     model_zero_grad: bool = False
     transposed: bool = False
     max_norm: float = 0.0
+    census: bool = False
     seed: int = 0
 
     def needs(self) -> frozenset[str]:
@@ -115,6 +116,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "twelve equal tensors and a small one: state can be shared out, in slices or whole",
         shapes=((4000,),) * 12 + ((3,),),
         steps=2,
+        census=True,
     ),
     _s("empty_tensor", "a tensor without elements between others", shapes=((3,), (0,), (4,))),
     _s("transposed", "parameters that are not contiguous", transposed=True),

@@ -63,7 +63,7 @@ def states_untouched(subject: Subject, world_size: int) -> list[Violation]:
 
 
 def independent(subject: Subject, world_size: int) -> list[Violation]:
-    """Training on after a save, or after a load, does not change the checkpoint, which is there when the save returns."""
+    """Training on after a save or a load does not change the checkpoint, which is there when the save returns."""
     rows = asked(subject, "independent", world_size)
     hint = "every byte must be written before the save returns, and no memory shared with caller or file"
     return first(

@@ -157,8 +157,10 @@ def peer_bytes(traits: Traits, evidence: Composed) -> list[Violation]:
     """A peer holds, on every rank from the first update on, exactly the bytes that follow from its own rule."""
     wanted = state_bytes(traits, evidence.shapes, evidence.whole.world_size)
     for record in evidence.whole.counted():
+        if not record.step or not record.bytes:
+            continue
         held = record.bytes["optimizer"] + (record.bytes["params"] if traits.sharded_parameters else 0)
-        if record.step and held != wanted[record.rank]:
+        if held != wanted[record.rank]:
             return [
                 Violation(
                     "optimizer memory",

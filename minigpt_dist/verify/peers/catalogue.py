@@ -40,7 +40,13 @@ PEERS: dict[str, Peer] = {
     "torch-zero": Peer(
         "data_parallel", "ZeroRedundancy", Traits(8, "whole", settles_on_resume=True, order="buckets"), offers=("ZeroOptimizer",)
     ),
-    "fsdp2": Peer("fully_sharded", "FullyShard", Traits(12, "rows", sharded_parameters=True, order="units")),
+    "fsdp2": Peer("fully_sharded", "FullyShard", Traits(8, "rows", sharded_parameters=True, order="units")),
+    **{
+        f"deepspeed-{stage}": Peer(
+            "deepspeed_zero", "ZeroStage", Traits(12, "flat", order=order), options={"stage": stage}, needs=("deepspeed",)
+        )
+        for stage, order in ((1, "flat"), (2, "reversed"), (3, "each"))
+    },
 }
 
 

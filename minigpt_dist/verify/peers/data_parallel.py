@@ -86,7 +86,7 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
 class ZeroRedundancy(DataParallel):
     """DDP, and each parameter's AdamW state on one rank, which sends the new value to the others."""
 
-    ZeroOptimizer = ZeroRedundancyOptimizer
+    ZeroOptimizer = ShardedAdamW
 
     def optimizer(self, module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> Any:
         return ShardedAdamW(module.parameters(), torch.optim.AdamW, **adamw_options(config))

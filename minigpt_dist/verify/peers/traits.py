@@ -20,7 +20,7 @@ class Traits:
     bytes_per_element: optimizer bytes an owned element costs: 8 (two fp32 moments), 12 (and an fp32 master).
     owns: "all" (every rank, everything), "whole" (each parameter has one owner), "rows" (a block of rows of every parameter) or "flat" (a
     slice of one vector). alignment: a flat vector is padded to a multiple of this many elements a rank. counters: does each owned parameter
-    carry a step count? sharded_parameters: the parameter shard is itself the fp32 master, and counts.
+    carry a step count? sharded_parameters: the parameter shard is itself the fp32 master and counts 4 more, padded to equal blocks.
     settles_on_resume: a fresh wrapper adds gradients in another order at its first backward than later, so its load runs one
     forward and backward first. order: how the mean gradient is added up (`replay.py`), "" where it is not known.
     """
@@ -52,7 +52,8 @@ def optimizer_bytes(traits: Traits, shapes: Mapping[str, Shape], world_size: int
     else:
         raise ValueError(f"owns is {traits.owns!r}, but should be one of all, whole, rows, flat")
     counters = COUNTER_BYTES if traits.counters else 0
-    return [traits.bytes_per_element * n + counters * k for n, k in zip(elements, owned, strict=True)]
+    master = 4 * sum(_row_block(shape, world_size, 0) for shape in shapes.values()) if traits.sharded_parameters else 0
+    return [traits.bytes_per_element * n + counters * k + master for n, k in zip(elements, owned, strict=True)]
 
 
 def _whole(numels: list[int], world_size: int) -> tuple[list[int], list[int]]:

@@ -1,0 +1,139 @@
+"""One process that reproduces a peer's float32 run bit for bit, from the order in which the peer has gradients added.
+
+Owns which vectors each package hands to gloo's ring, and when it divides by the number of ranks. A bit that differs is then a difference
+in what was computed, not noise. Leaves the ring itself to `ring_order.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minigpt_dist.config import TrainConfig
+from minigpt_dist.corpus import make_corpus, read_batch
+from minigpt_dist.model import MiniGPT, next_token_loss
+from minigpt_dist.trace import digest
+from minigpt_dist.verify.peers.data_parallel import adamw_options
+from minigpt_dist.verify.ring_order import ring_sum
+
+FIRST_BUCKET = 1 << 20  # bytes that DistributedDataParallel puts into its first bucket
+
+
+class Replay:
+    """A model, its gradients on every rank's block, and the order in which autograd finishes them."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        torch.manual_seed(config.seed * 1009)  # rank 0's
+        self.model = MiniGPT(**{name: getattr(config.model, name) for name in config.model.__dataclass_fields__})
+        self.named = dict(self.model.named_parameters())
+        self.ready: list[str] = []
+        for name, p in self.named.items():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: self.ready.append(name))  # type: ignore[misc]  # default binds now
+
+    def gradients(self, step: int, corpus: Tensor) -> list[dict[str, Tensor]]:
+        """Per rank, the gradient of its block at `step`, counted from 0."""
+        found = []
+        for rank in range(self.config.world_size):
+            self.model.zero_grad()
+            self.ready.clear()
+            x, y = read_batch(corpus, self.config, step, rank)
+            next_token_loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
+            found.append({name: p.grad for name, p in self.named.items() if p.grad is not None})
+        return found
+
+
+def _as_one(names: Sequence[str], grads: list[dict[str, Tensor]], before: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Ring-sum the named gradients as one vector, laid out in the order given; `before` is applied to each rank's."""
+    total = ring_sum([before(torch.cat([g[name].reshape(-1) for name in names])) for g in grads])
+    parts = total.split([grads[0][name].numel() for name in names])
+    return {name: part.view_as(grads[0][name]) for name, part in zip(names, parts, strict=True)}
+
+
+def buckets(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """DistributedDataParallel, one bucket: declaration order at the first step, then as autograd finished. Multiplied by 1/N before."""
+    size = sum(g.numel() * g.element_size() for g in grads[0].values())
+    if size > FIRST_BUCKET:
+        raise ValueError(f"gradients are {size} bytes, but should be at most {FIRST_BUCKET}: one bucket")
+    names = list(replay.named) if step == 0 else list(replay.ready)
+    share = 1.0 / len(grads)
+    return _as_one(names, grads, lambda flat: flat * share)
+
+
+def units(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """fully_shard by blocks: a unit's gradients in one vector of N equal parts, each the rows of one rank, padded. Divided by N after."""
+    N = len(grads)
+    total: dict[str, Tensor] = {}
+    for names in _units(list(replay.named)):
+        packed = [torch.cat([_rows(g[name], N) for name in names], dim=1).reshape(-1) for g in grads]
+        blocks = (ring_sum(packed) / N).view(N, -1)
+        widths = [_rows(grads[0][name], N).shape[1] for name in names]
+        for name, part in zip(names, blocks.split(widths, dim=1), strict=True):
+            whole = grads[0][name]
+            total[name] = part.reshape(-1)[: whole.numel()].view_as(whole)
+    return total
+
+
+def _units(names: list[str]) -> list[list[str]]:
+    """Each block's parameters, and the others."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        blocks.setdefault(parts[1] if parts[0] == "blocks" else "", []).append(name)
+    return list(blocks.values())
+
+
+def _rows(grad: Tensor, world_size: int) -> Tensor:
+    """(N, elements): row r holds the rows of rank r, zeros where there are too few."""
+    block = -(-grad.shape[0] // world_size)
+    padded = grad.new_zeros(block * world_size, *grad.shape[1:])
+    padded[: grad.shape[0]] = grad
+    return padded.view(world_size, -1)
+
+
+def flat(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """DeepSpeed ZeRO-1: one vector in declaration order. Divided by N before."""
+    return _as_one(list(replay.named), grads, lambda vector: vector / len(grads))
+
+
+def reversed_flat(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """DeepSpeed ZeRO-2: one vector in reversed order. Divided by N before."""
+    return _as_one(list(replay.named)[::-1], grads, lambda vector: vector / len(grads))
+
+
+def each(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """DeepSpeed ZeRO-3: every parameter a vector of its own. Divided by N before."""
+    return {name: part for name in replay.named for name, part in _as_one([name], grads, lambda v: v / len(grads)).items()}
+
+
+ORDERS: dict[str, Callable[[Replay, list[dict[str, Tensor]], int], dict[str, Tensor]]] = {
+    "buckets": buckets,
+    "units": units,
+    "flat": flat,
+    "reversed": reversed_flat,
+    "each": each,
+}
+
+
+def replay_body(config: dict[str, object], order: str) -> list[dict[str, str]]:
+    """On one rank (one thread: bits depend on it): digests of all parameters after 0, 1, ... steps. ValueError for an unknown order."""
+    if order not in ORDERS:
+        raise ValueError(f"order is {order!r}, but should be one of {', '.join(ORDERS)}")
+    replay = Replay(TrainConfig.from_dict(config))
+    c = replay.config
+    optimizer = torch.optim.AdamW(replay.model.parameters(), **adamw_options(c))
+    corpus = make_corpus(c.seed, c.total_tokens, c.model.vocab)
+    digests = [_digests(replay.model)]
+    for step in range(c.steps):
+        mean = ORDERS[order](replay, replay.gradients(step, corpus), step)
+        for name, p in replay.named.items():
+            p.grad = mean[name].clone()
+        optimizer.step()
+        digests.append(_digests(replay.model))
+    return digests
+
+
+def _digests(model: nn.Module) -> dict[str, str]:
+    return {name: digest(p) for name, p in model.named_parameters()}
