@@ -26,6 +26,11 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return found
 
 
+def held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors` on this rank, each storage once."""
+    return sum(_storages(tensors).values())
+
+
 def live_tensors() -> list[Tensor]:
     """Every tensor that some Python object holds now: an attribute, list, closure, module global, cache.
 

@@ -45,10 +45,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """`pytest --impl X` without paths means the suite, wherever it is called."""
+    """`pytest --impl X` without paths means the suite, wherever it is called, and imports nothing that lies there.
+
+    Not the folder's conftest.py; not, in xdist's workers, a json.py beside it; and the suite's files are named one by one, so that
+    no pytest.ini found on the way decides which of them are tests.
+    """
     known = early_config.known_args_namespace
     if known.impl and not known.file_or_dir:
-        args.append(str(SUITE))
+        files = sorted(str(path) for path in SUITE.glob("test_*.py"))
+        args += ["--noconftest", *files]
+        known.noconftest, known.file_or_dir = True, files
+        os.environ["PYTHONSAFEPATH"] = "1"
     asked = " ".join(args)
     if early_config.pluginmanager.has_plugin("xdist") and "-n" in asked and "--dist" not in asked:
         args.append("--dist=loadscope")  # a file's tests share their runs: keep them in one worker
@@ -71,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("--profile") or ("ci" if os.environ.get("CI") else "dev")
     hypothesis.settings.load_profile(f"minigpt_dist-{chosen}")
     _world_sizes(config)
+    _check_specs(config)
 
 
 def _world_sizes(config: pytest.Config) -> tuple[int, ...]:
@@ -94,13 +102,38 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return max(1, cores)
 
 
+def _check_specs(config: pytest.Config) -> None:
+    """UsageError for a path that is not there, before any rank is started for it."""
+    for spec in config.getoption("--impl") or ():
+        if ("/" in spec or spec.endswith(".py")) and not Path(spec).exists():
+            raise pytest.UsageError(f"--impl is {spec!r}, but should be a file or folder that exists")
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     import torch
 
     impls = config.getoption("--impl") or ["minigpt_dist"]
     slots = config.getoption("--slots")
     of = f", slots {slots} (the rest from minigpt_dist)" if slots else ""
-    return [f"minigpt_dist: judging {', '.join(impls)}{of}; torch {torch.__version__}, gloo, one thread a rank"]
+    lines = [f"minigpt_dist: judging {', '.join(impls)}{of}; torch {torch.__version__}, gloo, one thread a rank"]
+    asked_for = config.getoption("--impl") or []
+    return lines + [line for spec in asked_for for line in _origins(config, spec)]
+
+
+def _origins(config: pytest.Config, spec: str) -> list[str]:
+    """Where every name of the contract came from, or why the implementation could not be loaded; asked of a rank."""
+    from minigpt_dist.launch import LaunchError
+    from minigpt_dist.verify.contract import SLOTS, origins_body
+    from minigpt_dist.verify.subject import Subject
+
+    slots = tuple(s for s in str(config.getoption("--slots")).split(",") if s)
+    with Subject(spec, slots, deadline_s=config.getoption("--deadline")) as asked:
+        try:
+            origins = asked.ask(origins_body, 1)[0]
+        except LaunchError as error:
+            return [f"  {spec} cannot be loaded: {str(error).splitlines()[0]}"]
+    names = [name for names in SLOTS.values() for name in names]
+    return [f"  {name}: {origins.get(name, 'missing')}" for name in [*names, *(n for n in origins if n not in names)]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -21,7 +21,7 @@ from minigpt_dist.cli.report import say, table
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, one_of
 from minigpt_dist.launch import RankError
 from minigpt_dist.verify.checks import CHECKS, Check, Verdict, composition, put, resume
-from minigpt_dist.verify.contract import SLOTS, resolve
+from minigpt_dist.verify.contract import origins_body, SLOTS, resolve
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
@@ -57,11 +57,6 @@ def print_list(checks: Sequence[Check]) -> int:
         made.add_row(check.name, ",".join(map(str, check.world_sizes)), check.claim)
     console.print(made)
     return EXIT_OK
-
-
-def origins_body(spec: str, slots: list[str]) -> dict[str, str]:
-    """On a rank: where each name of the contract came from."""
-    return resolve(spec, tuple(slots)).origins
 
 
 def judge_here(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
+ONE_ROUND_BYTES = 2**20  # above it, copying the slice N times costs more than the wake-ups that it saves
 
 
 def world(group: Group = None) -> tuple[int, int]:
@@ -70,15 +71,19 @@ def reduce_scatter_sum(flat: Tensor, bounds: Sequence[int], group: Group = None)
 
 
 def all_gather_slices(flat: Tensor, bounds: Sequence[int], group: Group = None) -> None:
-    """Fill `flat` on every rank, in place: slice [bounds[r], bounds[r+1]) comes from rank r. Returns nothing."""
+    """Fill `flat` on every rank, in place: slice [bounds[r], bounds[r+1]) comes from rank r. Returns nothing.
+
+    Not by the backend's all-gather: gloo's is a ring of N-1 rounds, so each rank sleeps and is woken N-1 times. A small
+    `flat` takes one round, in which every rank sends its slice to all; in a large one each rank broadcasts its slice, which
+    is sent from and received into `flat` itself.
+    """
     N, rank = world(group)
     if N == 1:
         return
     sizes = [bounds[r + 1] - bounds[r] for r in range(N)]
-    if min(sizes) == max(sizes):
+    if flat.nbytes <= ONE_ROUND_BYTES:
         mine = flat[bounds[rank] : bounds[rank + 1]]
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        gather(flat, mine, group=group)
+        dist.all_to_all_single(flat, mine.repeat(N), sizes, [sizes[rank]] * N, group=group)
         return
     owners = [r for r in range(N) if sizes[r]]
     sources = [dist.get_global_rank(group, r) if group is not None else r for r in owners]

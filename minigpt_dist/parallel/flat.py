@@ -40,7 +40,6 @@ class FlatBuffer:
         self.grad = torch.zeros_like(self.data)
         self._data_views = [self._view(self.data, i) for i in range(len(self.params))]
         self._grad_views = [self._view(self.grad, i).data for i in range(len(self.params))]
-        self._versions = [0] * len(self.params)
         for p, view in zip(self.params, self._data_views, strict=True):
             view.copy_(p.detach())
             p.data = view
@@ -57,9 +56,10 @@ class FlatBuffer:
     def zero_grad(self) -> None:
         """Zero every gradient in place and point each parameter's `grad` at its view again."""
         self.grad.zero_()
-        for i, (p, view) in enumerate(zip(self.params, self._grad_views, strict=True)):
-            p.grad = view
-            self._versions[i] = view._version
+        for p, view in zip(self.params, self._grad_views, strict=True):
+            if p.grad is not view:
+                p.grad = view
+        self._versions = [view._version for view in self._grad_views]
 
     def present(self) -> list[bool]:
         """Per parameter: has it received a gradient since `zero_grad`?"""

@@ -58,17 +58,28 @@ class _Shard:
         self.folded = [a or b for a, b in zip(self.folded, present, strict=True)]
         return True
 
+    def _used_here(self) -> list[bool]:
+        """Per parameter: has this rank a gradient of it?"""
+        return self.flat.present() if self.accumulator is None else self.folded
+
+    def _unused_everywhere(self, grad: Tensor) -> list[bool]:
+        """Per owned piece: has no rank a gradient of its parameter? `grad` says so, where this rank does not know better."""
+        if all(self._used_here()):
+            return [False] * len(self.owned)
+        firsts = grad[[start for _, start, _ in self.owned]]
+        return (torch.signbit(firsts) & (firsts == 0)).tolist()
+
     def reduce(self, divisor: int, group: Group) -> Tensor:
         """The mean gradient of this rank's slice, in the master's dtype; -0.0 over parameters no rank has used."""
+        used = self._used_here()
         if self.accumulator is not None:
-            source, present = self.accumulator, self.folded
+            source = self.accumulator
         else:
-            present = self.flat.present()
             self.flat.collect()
             source = self.flat.grad.to(self.master.dtype)
-        self.flat.mark_absent(source, present, -0.0)
+        self.flat.mark_absent(source, used, -0.0)
         total = reduce_scatter_sum(source, self.flat.bounds, group)
-        self.flat.mark_absent(source, present, 0.0)  # a later backward without zero_grad adds to zeros again
+        self.flat.mark_absent(source, used, 0.0)  # a later backward without zero_grad adds to zeros again
         return total.div_(divisor).to(self.master.dtype)
 
     def adopt_loaded_parameters(self) -> None:
@@ -80,10 +91,8 @@ class _Shard:
 
     def update(self, grad: Tensor, group_of: dict[nn.Parameter, dict[str, Any]]) -> None:
         """AdamW over the slice: one call for each run of neighbours with equal options and equal step count."""
-        firsts = grad[[start for _, start, _ in self.owned]]
-        absent = (torch.signbit(firsts) & (firsts == 0)).tolist()
         runs: list[tuple[int, int, int, dict[str, Any]]] = []  # start, stop, step, options
-        for (i, start, stop), skip in zip(self.owned, absent, strict=True):
+        for (i, start, stop), skip in zip(self.owned, self._unused_everywhere(grad), strict=True):
             if skip:
                 continue
             self.steps[i] += 1
@@ -94,7 +103,9 @@ class _Shard:
                 runs.append((start, stop, self.steps[i], options))
         for start, stop, step, options in runs:
             master, exp_avg, exp_avg_sq, g = (t[start:stop] for t in (self.master, self.exp_avg, self.exp_avg_sq, grad))
-            adamw_(master, exp_avg, exp_avg_sq, g, step, **{k: options[k] for k in ("lr", "betas", "eps", "weight_decay")})
+            adamw_(
+                master, exp_avg, exp_avg_sq, g, step, **{k: options[k] for k in ("lr", "betas", "eps", "weight_decay")}
+            )
 
     def gather(self, group: Group) -> None:
         """Cast the updated slice into the parameters and collect everyone's."""
@@ -182,6 +193,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.max_norm, self.exact = max_norm, reduction == "exact"
         self.micro_batches = 0
         self.last_grad_sq = 0.0
+        self._placed: set[int] = set()  # ids of the parameters that the shards hold, and so keep alive
         self._shards: list[_Shard] | None = None  # None while the base class collects the groups
         params = module.parameters() if isinstance(module, nn.Module) else module
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -201,14 +213,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _adopt_new_parameters(self) -> None:
         """Give every trainable parameter without a place one: in a new flat buffer for each dtype and device."""
-        placed = {id(p) for shard in self.shards for p in shard.flat.params}
-        new = [p for g in self.param_groups for p in g["params"] if p.requires_grad and id(p) not in placed]
+        new = [p for g in self.param_groups for p in g["params"] if p.requires_grad and id(p) not in self._placed]
         if not new:
             return
         require_same_on_all_ranks("a parameter", [f"{tuple(p.shape)} {p.dtype}" for p in new], self.group)
         kinds = dict.fromkeys((p.dtype, p.device) for p in new)
         for kind in kinds:
             alike = [p for p in new if (p.dtype, p.device) == kind]
+            self._placed.update(map(id, alike))
             self.shards.append(_Shard(alike, self.world_size, self.rank, self.exact))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -222,7 +234,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def fold(self) -> None:
         """Exact mode: close one micro-batch. Call after each backward; a last one left open is closed by `step`."""
         if self.exact:
-            self.micro_batches += any([shard.fold() for shard in self.shards])
+            self.micro_batches += any([shard.fold() for shard in self.shards])  # noqa: C419 - every shard must fold
 
     @overload
     def step(self, closure: None = None) -> None: ...

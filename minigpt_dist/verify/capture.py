@@ -32,6 +32,7 @@ KINDS = (
     "grads",
     "held",
     "state",
+    "asked",
     "params",
     "saved",
     "kept",
@@ -154,7 +155,9 @@ class Capture:
     def _close(self, step: int, model: nn.Module, optimizer: Any) -> None:
         first, second = ({n: copied(t) for n, t in state_of(optimizer).items()} for _ in range(2))
         self.note("state", first)
-        if any(n not in second or not torch.equal(t, second[n]) and not bool(t.isnan().any()) for n, t in first.items()):
+        if any(
+            n not in second or not torch.equal(t, second[n]) and not bool(t.isnan().any()) for n, t in first.items()
+        ):
             self.note("asked", second)
         self.note("params", named_tensors(model))
         self._next.step = step

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus
-from minigpt_dist.trace import Record, Trace, digest, merge, tensor_bytes
+from minigpt_dist.memory import held
+from minigpt_dist.trace import Record, Trace, digest, leaves, merge, tensor_bytes
 from minigpt_dist.verify.contract import resolve
 from minigpt_dist.verify.optimizers import abilities
 from minigpt_dist.verify.plug import build_model, pieces_of
@@ -37,6 +38,7 @@ def composed_body(spec: str, slots: list[str], config: dict[str, Any], folder: s
     final = worker.recorder.parameters()
     result["final"] = {name: tensor_bytes(p) for name, p in final.items()}
     result["shapes"] = {name: list(p.shape) for name, p in final.items()}
+    result["state"] = held(t for _, t in leaves(worker.recorder.optimizer.state_dict()) if isinstance(t, Tensor)) if known else 0
     return result
 
 
@@ -101,6 +103,7 @@ class Composed:
     finals: list[dict[str, bytes]]
     averages_outside: bool
     shapes: dict[str, list[int]]
+    state_bytes: list[int]
 
 
 def _trace(subject: Subject, config: TrainConfig, results: list[dict[str, Any]]) -> Trace:
@@ -135,6 +138,7 @@ def _compose(subject: Subject, config: TrainConfig) -> Composed:
             [r["final"] for r in results],
             results[0]["averages_outside"],
             results[0]["shapes"],
+            [r["state"] for r in results],
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """The contract: how another implementation is plugged in, and what it is found to offer.
 
-Owns resolving a spec (a module name, a path to a file or folder, `fault:NAME`, `variant:NAME`, `peer:NAME`) to callables, one per slot, and the record of
-where each came from. A slot that an implementation lacks is an error for whoever asks for it, never ours instead.
+Owns resolving a spec (a module name, a path to a file or folder, `fault:NAME`, `variant:NAME`, `peer:NAME`) to callables, one per
+slot, and the record of where each came from. A slot that an implementation lacks is an error for whoever asks for it, never ours instead.
 Runs only inside ranks: foreign code is not imported by the process that judges.
 """
 
@@ -11,13 +11,13 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from minigpt_dist.verify.loading import load_path
 from minigpt_dist.verify.shapes import (
     OPTIMIZER_CLASS_WORDS,
     find_data_parallel,
@@ -103,7 +103,14 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
                 found.names[name] = value
                 found.origins[name] = f"{spec if theirs else OURS}:{getattr(value, '__name__', name)}"
     found.slots = tuple(slots)
+    for name in found.extras.get("stood_in", ()):
+        found.origins[f"import {name}"] = "not installed here: a stand-in that does nothing"
     return found
+
+
+def origins_body(spec: str, slots: list[str]) -> dict[str, str]:
+    """On a rank: where each name of the contract came from."""
+    return resolve(spec, tuple(slots)).origins
 
 
 def load_module(spec: str) -> ModuleType:
@@ -117,40 +124,16 @@ def load_module(spec: str) -> ModuleType:
         return peers.build(spec.removeprefix("peer:"))  # type: ignore[no-any-return]  # as above
     path = Path(spec)
     if path.suffix == ".py" or path.is_dir() or "/" in spec:
-        return _load_path(path)
-    if importlib.util.find_spec(spec) is None:
+        module, stood_in = load_path(path)
+        module.__dict__.setdefault("EXTRAS", {"stood_in": stood_in})
+        return module
+    try:
+        known = importlib.util.find_spec(spec) is not None
+    except ModuleNotFoundError:  # of a.b, where there is no a
+        known = False
+    if not known:
         raise ValueError(f"implementation is {spec!r}, but should be a module, a path, fault:NAME, variant:NAME or peer:NAME")
     return importlib.import_module(spec)
-
-
-def _load_path(path: Path) -> ModuleType:
-    """Load a file, or the entry of a folder, without putting its folder before the standard library on sys.path."""
-    entry = path
-    if path.is_dir():
-        entries = [
-            path / name
-            for name in ("__init__.py", "solution.py", "submission.py", "main.py")
-            if (path / name).is_file()
-        ]
-        single = sorted(path.glob("*.py"))
-        if not entries and len(single) != 1:
-            raise ValueError(
-                f"folder {str(path)!r} has no __init__.py, solution.py, submission.py or main.py, but should have one"
-            )
-        entry = entries[0] if entries else single[0]
-    if not entry.is_file():
-        raise ValueError(f"implementation {str(path)!r} is not there")
-    package = entry.name == "__init__.py"
-    spec = importlib.util.spec_from_file_location(
-        "submission", entry, submodule_search_locations=[str(entry.parent)] if package else None
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    sys.path.append(str(entry.parent))  # last: a file called json.py must not replace the real one
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["submission"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:

@@ -17,8 +17,8 @@ from minigpt_dist.verify.difference import Difference, bits_differ, difference
 from minigpt_dist.verify.locate_cause import shape_of
 from minigpt_dist.verify.locate_oracle import UNIT, Names, even_owner
 from minigpt_dist.verify.locate_run import Recomputed, Run
-from minigpt_dist.verify.locate_state import kind_of_state
-from minigpt_dist.verify.locate_step import Steps, in_order
+from minigpt_dist.verify.locate_state import in_order, kind_of_state
+from minigpt_dist.verify.locate_step import Steps
 
 # Logits and gradients of the same code at the same parameters in two processes: measured 0.0 apart over all correct runs. The bound leaves room
 # for a wrapper that orders its additions otherwise: this many rounding units of the largest value in the tensor.
@@ -130,7 +130,7 @@ def _shape(kind: str, ours: Shot, theirs: Shot, seen: Tensor, wanted: Tensor) ->
         names = Names(theirs.get(kind))
         a, b = names.flatten(ours.get(kind)), names.flatten(theirs.get(kind))
     owner = torch.zeros(len(a), dtype=torch.long)
-    return shape_of(a, b, a != b, None, None, owner, alone=True)
+    return shape_of(a, b, a != b, None, owner, alone=True)
 
 
 def _blamed(
@@ -226,13 +226,16 @@ def _stale(run: Run, kind: str, step: int, rank: int, name: str, wrong: Tensor |
     before, owner = earlier.get(kind)[name], torch.zeros(now.numel(), dtype=torch.long)
     if before.shape != now.shape:
         return ""
-    return shape_of(
-        now.double().flatten(), now.double().flatten(), wrong.flatten(), before.double().flatten(), None, owner
-    )
+    return shape_of(now.double().flatten(), now.double().flatten(), wrong.flatten(), before.double().flatten(), owner)
 
 
 def _after_save(shot: Shot) -> Iterator[Difference]:
     """Asking for the state changes nothing; a save gets the state that the rank holds, and changes nothing of it."""
+    for name, seen in shot.get("asked").items():
+        first = shot.get("state").get(name)
+        if first is not None and differs(seen, first):
+            found = difference(shot.step, shot.rank, "save", name, seen, first)
+            yield found.because("state_dict() asked twice gives two answers: asking changes the state")
     held = {
         **{f"optimizer.{n}": t for n, t in shot.get("state").items()},
         **{f"model.{n}": t for n, t in shot.get("params").items()},

@@ -11,13 +11,39 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-ROUNDED = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}  # types that gradients travel in by mistake, with the relative error of a sum of a few
+# Types that gradients travel in by mistake, with the relative error of a sum of a few numbers.
+ROUNDED = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+SHIFTS = (1, -1, 2, -2)
+Candidate = tuple[str, list[Tensor], list[Tensor]]  # cause, each rank's vector, its bound
 
 
 def wrong_means(
+    shares: Tensor, loose: Tensor, previous: Tensor | None, owner: Tensor, micro_batches: int
+) -> Iterator[tuple[str, list[Tensor], Tensor]]:
+    """(cause, gradient on each rank, how far it may be off) of each known wrong way to average, all (P,).
+
+    shares: (N, P), each rank's gradient divided by N. loose: how far their sum may be off. previous: the mean one step
+    before.
+    """
+    N, mean = len(shares), shares.sum(0)
+    for cause, grad in _wrong_sums(shares, previous, owner, micro_batches):
+        yield cause, [grad] * N, loose + 1e-5 * grad.abs()
+    if N > 1:
+        yield "each rank uses its own gradient: nothing is reduced", [s * N for s in shares], loose * N
+    for kind, relative in ROUNDED.items():
+        grad = (shares * N).to(kind).double().sum(0) / N
+        cause = f"rounded to {str(kind).removeprefix('torch.')} on the way"
+        yield cause, [grad] * N, loose + relative * shares.abs().sum(0) + 2.0**-25 * (kind is torch.float16)
+    for by in SHIFTS:
+        yield _shift_words(by), [shifted(mean, by)] * N, shifted(loose, by) + loose
+    yield "the elements are in reversed order", [mean.flip(0)] * N, loose.flip(0) + loose
+    for factor in (2.0, 0.5, 4.0, 0.25, N / 4):
+        yield f"a factor {factor:g}", [mean * factor] * N, loose * factor + 1e-5 * mean.abs()
+
+
+def _wrong_sums(
     shares: Tensor, previous: Tensor | None, owner: Tensor, micro_batches: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(cause, gradient) of each known wrong way to average. `shares` (N, P): each rank's gradient divided by N; `previous`: the mean one step before."""
     N, mean = len(shares), shares.sum(0)
     if N > 1:
         yield f"a factor N = {N}: summed, but not divided", mean * N
@@ -41,6 +67,10 @@ def wrong_means(
         yield "the gradient of the step before is added", mean + previous
 
 
+def _shift_words(by: int) -> str:
+    return f"shifted by {abs(by)} element{'s' * (abs(by) > 1)} {'forward' if by > 0 else 'back'}"
+
+
 def shifted(vector: Tensor, by: int) -> Tensor:
     """`vector` moved by `by` places, zeros where nothing comes."""
     moved = torch.zeros_like(vector)
@@ -52,17 +82,11 @@ def shifted(vector: Tensor, by: int) -> Tensor:
 
 
 def shape_of(
-    seen: Tensor,
-    wanted: Tensor,
-    wrong: Tensor,
-    before: Tensor | None,
-    previous: Tensor | None,
-    owner: Tensor,
-    alone: bool = False,
+    seen: Tensor, wanted: Tensor, wrong: Tensor, before: Tensor | None, owner: Tensor, alone: bool = False
 ) -> str:
-    """The known shape of a wrong vector, or "". `before`: what was seen one step earlier; `previous`: what was wanted then.
+    """The known shape of a wrong vector (P,), or "". `before`: what was seen one step earlier.
 
-    alone: nothing is known of what else the vector may be (two runs are compared): constant factors count as well.
+    alone: nothing else is known (two runs are compared): a constant factor counts as a shape too.
     """
     at = wrong.nonzero().flatten()
     if not len(at):
@@ -70,19 +94,19 @@ def shape_of(
     where = region(at, wrong.numel(), owner)
     if bool(seen[at].isnan().any()):
         return f"not a number: a division by zero, or inf - inf{where}"
-    if bool((seen[at] == 0).all()):
-        return f"zeros{where}"
     if before is not None and bool((seen[at] == before[at]).all()):
         return f"equal to the value before the step (stale){where}"
-    if previous is not None and torch.allclose(seen[at], previous[at], rtol=1e-6, atol=0.0):
-        return f"one step late{where}"
-    for by in (1, -1, 2, -2):
-        if wrong.numel() > 8 and torch.allclose(seen[2:-2], shifted(wanted, by)[2:-2], rtol=1e-6, atol=1e-12):
-            return f"shifted by {abs(by)} element{'s' * (abs(by) > 1)} {'forward' if by > 0 else 'back'}"
-    factor = (seen[at] / wanted[at]) if alone else torch.tensor([torch.nan])
-    middle = float(factor.median())
-    if bool(((factor - middle).abs() <= 1e-4 * abs(middle)).all()) and abs(middle - 1) > 1e-3:
-        return f"a factor {middle:.4g}{where}"
+    if bool((seen[at] == 0).all()):
+        return f"zeros{where}"
+    inner = slice(max(SHIFTS), -max(SHIFTS))
+    for by in SHIFTS:
+        if len(wrong) > 8 and torch.allclose(seen[inner], shifted(wanted, by)[inner], rtol=1e-6, atol=1e-12):
+            return _shift_words(by)
+    if alone:
+        factor = seen[at] / wanted[at]
+        middle = float(factor.median())
+        if bool(((factor - middle).abs() <= 1e-4 * abs(middle)).all()) and abs(middle - 1) > 1e-3:
+            return f"a factor {middle:.4g}{where}"
     return where.removeprefix(", ")
 
 
@@ -98,13 +122,18 @@ def region(at: Tensor, numel: int, owner: Tensor) -> str:
     return ""
 
 
-def matching(seen: Sequence[Tensor], candidates: Iterator[tuple[str, Tensor, Tensor]], wrong: Tensor, owner: Tensor) -> str:
-    """The first (cause, vector, bound) that explains every rank's vector: everywhere, or in just the part that is wrong. "" if none does."""
+def best_match(seen: Sequence[Tensor], candidates: Iterator[Candidate], wrong: Tensor, owner: Tensor) -> str:
+    """The cause that explains every rank's vector, or just the part that is wrong, and does so best. "" if none does.
+
+    Several can: Adam's first step is the same for every gradient far above eps.
+    """
     where = region(wrong.nonzero().flatten(), wrong.numel(), owner)
-    for cause, vector, bound in candidates:
-        right = torch.stack([(values - vector).abs() <= bound for values in seen]).all(0)
+    found: list[tuple[float, str]] = []
+    for cause, vectors, bounds in candidates:
+        off = torch.stack([(values - vector).abs() for values, vector in zip(seen, vectors, strict=True)])
+        right = off <= torch.stack(bounds)
         if bool(right.all()):
-            return cause
-        if where and bool(right[wrong].all()):
-            return cause + where
-    return ""
+            found.append((float(off.sum()), cause))
+        elif where and bool(right[:, wrong].all()):
+            found.append((float(off[:, wrong].sum()), cause + where))
+    return min(found)[1] if found else ""

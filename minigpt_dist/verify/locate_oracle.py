@@ -197,8 +197,12 @@ def wrong_updates(target: Target, means: Sequence[Tensor], c: TrainConfig) -> di
             target.before, now.first, now.second, t, c, decay=c.weight_decay
         ),
         "eps is not the one asked for, but 1e-8": lambda: update(corrected / (root + 1e-8)),
-        "the moments and the count start again at this step": lambda: adamw(target.before, first_only.first, first_only.second, 1, c),
-        "weight decay is applied again after the update": lambda: adamw(target.before, now.first, now.second, t, c) * (1 - c.lr * c.weight_decay),
+        "the moments and the count start again at this step": lambda: adamw(
+            target.before, first_only.first, first_only.second, 1, c
+        ),
+        "weight decay is applied again after the update": lambda: (
+            adamw(target.before, now.first, now.second, t, c) * (1 - c.lr * c.weight_decay)
+        ),
         "weight decay is applied twice": lambda: adamw(
             target.before, now.first, now.second, t, c, decay=1 - (1 - c.lr * c.weight_decay) ** 2
         ),

@@ -1,7 +1,7 @@
 """Known mistakes: the well-known ways to get a sharded optimizer wrong, and the search for the one that explains what was seen.
 
 Owns the list. A wrong trajectory that fits one of them gets its stage and its hint; one that fits none is read by its shape
-(`differences.py`). A diagnosis only: no verdict depends on it, so it runs only once something is known to be wrong.
+(`symptoms.py`). A diagnosis only: no verdict depends on it, so it runs only once something is known to be wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from minigpt_dist.verify import differences
+from minigpt_dist.verify import symptoms
 from minigpt_dist.verify.scenario import Scenario
 from minigpt_dist.verify.wrong_adam import Flat, Layout, Mistake, Simulation, State, Step, fits, layout, steps_fitting
 
@@ -276,12 +276,10 @@ def explain(s: Scenario, world_size: int, seen: list[Values], step: int) -> tupl
         return "broadcast", "parameters changed before the first step"
     at = layout(s, world_size)
     flat = [[at.flatten(values) for values in rank] for rank in seen]
-    found = (
-        differences.standing(at, seen, flat, step) or _known(at, flat, step) or differences.misplaced(at, flat, step)
-    )
+    found = symptoms.standing(at, seen, flat, step) or _known(at, flat, step) or symptoms.misplaced(at, flat, step)
     if found:
         return found
-    return _in_part(at, flat, step) or differences.left_over(at, flat, step)
+    return _in_part(at, flat, step) or symptoms.left_over(at, flat, step)
 
 
 def _known(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
@@ -306,11 +304,13 @@ def _from_elsewhere(by: int, at: Layout) -> Mistake:
 def _in_part(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
     """A known mistake that reproduces the wrong elements of this step, where the others are right."""
     now = flat[0][step]
-    wrong = ~differences.close(now, differences.right(at, step))
-    moved = ~differences.close(now, flat[0][step - 1])
+    wrong = ~symptoms.close(now, symptoms.right(at, step))
+    moved = ~symptoms.close(now, flat[0][step - 1])
     if bool(wrong.all()) or not bool(moved[wrong].any()) or not all(fits(values[step], now) for values in flat):
         return None
-    mistakes = [m for m, _ in _candidates(at.scenario, step)] + [_from_elsewhere(by, at) for by in range(2, min(at.numel, SEARCH))]
+    mistakes = [m for m, _ in _candidates(at.scenario, step)] + [
+        _from_elsewhere(by, at) for by in range(2, min(at.numel, SEARCH))
+    ]
     for mistake in mistakes:
         simulation = Simulation(mistake, at, 0, since=step)
         for _ in range(step):

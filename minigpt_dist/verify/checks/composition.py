@@ -156,21 +156,17 @@ def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
 def peer_bytes(traits: Traits, evidence: Composed) -> list[Violation]:
     """A peer holds, on every rank from the first update on, exactly the bytes that follow from its own rule."""
     wanted = state_bytes(traits, evidence.shapes, evidence.whole.world_size)
-    for record in evidence.whole.counted():
-        if not record.step or not record.bytes:
-            continue
-        held = record.bytes["optimizer"] + (record.bytes["params"] if traits.sharded_parameters else 0)
-        if held != wanted[record.rank]:
-            return [
-                Violation(
-                    "optimizer memory",
-                    f"{held} bytes",
-                    f"{wanted[record.rank]} bytes ({traits.bytes_per_element} an element it owns)",
-                    "memory",
-                    step=record.step,
-                    rank=record.rank,
-                )
-            ]
+    observed = [
+        (r.step, r.rank, r.bytes["optimizer"] + (r.bytes["params"] if traits.sharded_parameters else 0))
+        for r in evidence.whole.counted()
+        if r.step
+    ]
+    if traits.buffers:
+        observed = [(evidence.config.steps, rank, state) for rank, state in enumerate(evidence.state_bytes)]
+    for step, rank, held in observed:
+        if held != wanted[rank]:
+            expected = f"{wanted[rank]} bytes ({traits.bytes_per_element} an element it owns)"
+            return [Violation("optimizer memory", f"{held} bytes", expected, "memory", step=step, rank=rank)]
     return []
 
 

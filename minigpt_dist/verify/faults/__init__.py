@@ -1,4 +1,4 @@
-"""The fault catalogue: small wrong implementations, each from a public report, each with the check that must catch it; and correct variants."""
+"""The fault catalogue: small wrong implementations, each with the check that must catch it; and correct variants."""
 
 from types import ModuleType
 
@@ -20,7 +20,22 @@ from minigpt_dist.verify.faults import (
 )
 from minigpt_dist.verify.faults.catalogue import FAULTS, Fault, namespace
 
-FILES = (broadcast, model, reduce, backward, update, layout, memory, options, clipping, state, collective, ddp, saving, loading)
+FILES = (
+    broadcast,
+    model,
+    reduce,
+    backward,
+    update,
+    layout,
+    memory,
+    options,
+    clipping,
+    state,
+    collective,
+    ddp,
+    saving,
+    loading,
+)
 
 __all__ = ["FAULTS", "FILES", "Fault", "build"]
 

@@ -10,7 +10,15 @@ from minigpt_dist.verify.faults.base import LessonZero
 from minigpt_dist.verify.faults.catalogue import Names, fault
 
 
-@fault(source="tenstorrent/tt-blacksmith#711", needs="two steps", check="optimizer.plain", stage="backward", step=2, tensor="p0", green=("param_norms",))
+@fault(
+    source="tenstorrent/tt-blacksmith#711",
+    needs="two steps",
+    check="optimizer.plain",
+    stage="backward",
+    step=2,
+    tensor="p0",
+    green=("param_norms",),
+)
 def zero_grad_forgotten() -> Names:
     """zero_grad does nothing: each update uses the sum of all gradients so far."""
 
@@ -21,8 +29,16 @@ def zero_grad_forgotten() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="tenstorrent/tt-blacksmith#711, for owned parameters only", needs="two steps, a parameter that the rank does not own",
-       check="optimizer.plain", stage="backward", step=2, tensor="p1", green=("param_norms",), equivalent=((1, "one rank owns everything"),))
+@fault(
+    source="tenstorrent/tt-blacksmith#711, for owned parameters only",
+    needs="two steps, a parameter that the rank does not own",
+    check="optimizer.plain",
+    stage="backward",
+    step=2,
+    tensor="p1",
+    green=("param_norms",),
+    equivalent=((1, "one rank owns everything"),),
+)
 def zero_grad_clears_owned_parameters_only() -> Names:
     """Each rank clears the gradients of the parameters in its slice; the others keep adding up there."""
 
@@ -37,8 +53,15 @@ def zero_grad_clears_owned_parameters_only() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="allenai/open-instruct#1498", needs="two backwards before a step", check="optimizer.backwards", stage="reduce", step=1, tensor="p0",
-       green=("optimizer.plain",))
+@fault(
+    source="allenai/open-instruct#1498",
+    needs="two backwards before a step",
+    check="optimizer.backwards",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain",),
+)
 def only_last_microbatch_survives() -> Names:
     """A hook reduces at each backward and keeps only what it got last."""
 
@@ -51,8 +74,16 @@ def only_last_microbatch_survives() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="reducing in every backward, dividing once in step()", needs="two backwards before a step", check="optimizer.backwards", stage="reduce", step=1,
-       tensor="p0", green=("optimizer.plain",), equivalent=((1, "a sum over one rank changes nothing"),))
+@fault(
+    source="reducing in every backward, dividing once in step()",
+    needs="two backwards before a step",
+    check="optimizer.backwards",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain",),
+    equivalent=((1, "a sum over one rank changes nothing"),),
+)
 def partial_sums_are_reduced_again() -> Names:
     """The accumulated gradient is summed over ranks in place at each backward, so that earlier backwards count N times."""
 
@@ -74,8 +105,16 @@ def partial_sums_are_reduced_again() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="summing into p.grad in step()", needs="a step without zero_grad before it", check="optimizer.keep_grads", stage="reduce", step=2, tensor="p0",
-       green=("optimizer.plain",), equivalent=((1, "a sum over one rank changes nothing"),))
+@fault(
+    source="summing into p.grad in step()",
+    needs="a step without zero_grad before it",
+    check="optimizer.keep_grads",
+    stage="reduce",
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain",),
+    equivalent=((1, "a sum over one rank changes nothing"),),
+)
 def sums_stay_in_the_gradients() -> Names:
     """step() sums over ranks inside p.grad and leaves the sum there for the next backward to add to."""
 
@@ -94,8 +133,15 @@ def sums_stay_in_the_gradients() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="flat gradient buffers and set_to_none (deepspeedai/DeepSpeed, NVIDIA/apex)", needs="the model's own zero_grad",
-       check="optimizer.model_zero_grad", stage="reduce", step=1, tensor="p0", green=("optimizer.plain", "param_norms"))
+@fault(
+    source="flat gradient buffers and set_to_none (deepspeedai/DeepSpeed, NVIDIA/apex)",
+    needs="the model's own zero_grad",
+    check="optimizer.model_zero_grad",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", "param_norms"),
+)
 def gradient_views_lost() -> Names:
     """Gradients are views of a flat buffer; once model.zero_grad() has dropped them, backward fills others and step() sees zeros."""
 
@@ -114,8 +160,15 @@ def gradient_views_lost() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/Megatron-LM PR 4609, a gradient buffer that is not zeroed", needs="a parameter used at first and then no more",
-       check="optimizer.unused_later", stage="reduce", step=3, tensor="p0", green=("optimizer.plain", "optimizer.unused"))
+@fault(
+    source="NVIDIA/Megatron-LM PR 4609, a gradient buffer that is not zeroed",
+    needs="a parameter used at first and then no more",
+    check="optimizer.unused_later",
+    stage="reduce",
+    step=3,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.unused"),
+)
 def unused_parameter_meets_its_old_gradient() -> Names:
     """A parameter without a gradient leaves what the last step put into its place in the buffer."""
 
@@ -133,7 +186,13 @@ def unused_parameter_meets_its_old_gradient() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="pytorch/pytorch#128949", needs="a parameter unused on one rank", check="optimizer.unused_on_one", stage="reduce", green=("optimizer.plain",))
+@fault(
+    source="pytorch/pytorch#128949",
+    needs="a parameter unused on one rank",
+    check="optimizer.unused_on_one",
+    stage="reduce",
+    green=("optimizer.plain",),
+)
 def unused_parameter_hangs() -> Names:
     """Gradients are reduced tensor by tensor where there is one: a rank without it leaves the others waiting."""
 
@@ -149,8 +208,15 @@ def unused_parameter_hangs() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="pytorch/pytorch#128949, the silent form", needs="a parameter without a gradient", check="optimizer.unused", stage="reduce", step=1,
-       green=("optimizer.plain", "param_norms"), equivalent=((1, "there is nothing to reduce"),))
+@fault(
+    source="pytorch/pytorch#128949, the silent form",
+    needs="a parameter without a gradient",
+    check="optimizer.unused",
+    stage="reduce",
+    step=1,
+    green=("optimizer.plain", "param_norms"),
+    equivalent=((1, "there is nothing to reduce"),),
+)
 def unused_parameter_stops_its_bucket() -> Names:
     """A bucket is reduced once all its gradients have come; an unused parameter leaves the whole bucket unreduced."""
 
@@ -163,8 +229,15 @@ def unused_parameter_stops_its_bucket() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="dividing by the ranks that took part", needs="a parameter unused on one rank", check="optimizer.unused_on_one", stage="reduce", step=1,
-       tensor="p2", green=("optimizer.plain",))
+@fault(
+    source="dividing by the ranks that took part",
+    needs="a parameter unused on one rank",
+    check="optimizer.unused_on_one",
+    stage="reduce",
+    step=1,
+    tensor="p2",
+    green=("optimizer.plain",),
+)
 def unused_rank_left_out_of_the_mean() -> Names:
     """The sum is divided by the number of ranks that had a gradient, not by all."""
 
@@ -178,8 +251,14 @@ def unused_rank_left_out_of_the_mean() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA-NeMo/Automodel#2468, an empty batch instead of a bad one", needs="a rank without any gradient", check="optimizer.idle_rank",
-       stage="reduce", green=("optimizer.plain", "optimizer.unused_on_one"), equivalent=((1, "a step without gradients changes nothing"),))
+@fault(
+    source="NVIDIA-NeMo/Automodel#2468, an empty batch instead of a bad one",
+    needs="a rank without any gradient",
+    check="optimizer.idle_rank",
+    stage="reduce",
+    green=("optimizer.plain", "optimizer.unused_on_one"),
+    equivalent=((1, "a step without gradients changes nothing"),),
+)
 def idle_rank_returns_early() -> Names:
     """A rank without gradients leaves step() before the exchange."""
 
@@ -191,8 +270,15 @@ def idle_rank_returns_early() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="view(-1) on storage order", needs="a parameter that is not contiguous", check="optimizer.transposed", stage="reduce", step=1, tensor="p0",
-       green=("optimizer.plain", "param_norms"))
+@fault(
+    source="view(-1) on storage order",
+    needs="a parameter that is not contiguous",
+    check="optimizer.transposed",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", "param_norms"),
+)
 def gradients_in_memory_order() -> Names:
     """A gradient is flattened in the order in which it lies in memory, its parameter in the order of its indices."""
 
@@ -204,8 +290,16 @@ def gradients_in_memory_order() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck C9, pytorch/pytorch#104336", needs="two steps", check="optimizer.plain", stage="reduce", step=2, tensor="p0",
-       green=("param_norms",), equivalent=((1, "nothing has to be reduced"),))
+@fault(
+    source="TrainCheck C9, pytorch/pytorch#104336",
+    needs="two steps",
+    check="optimizer.plain",
+    stage="reduce",
+    step=2,
+    tensor="p0",
+    green=("param_norms",),
+    equivalent=((1, "nothing has to be reduced"),),
+)
 def hooks_lost_by_recreated_parameters() -> Names:
     """Hooks average gradients; step() puts new Parameters into the module, which have none."""
 

@@ -172,7 +172,9 @@ def save_sharded(per_rank_state: list[dict[str, Any]], dest_dir: str, step: int)
     for rank, state in enumerate(per_rank_state):
         raw = encode(state)
         write(dest / f"rank{rank}.tmp", raw)
-        shards.append({"rank": rank, "path": f"rank{rank}.bin", "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)})
+        shards.append(
+            {"rank": rank, "path": f"rank{rank}.bin", "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)}
+        )
     manifest = {"schema_version": 1, "world_size": len(per_rank_state), "step": step, "shards": shards}
     write(dest / "manifest.tmp", json.dumps(manifest).encode())
     for shard in shards:

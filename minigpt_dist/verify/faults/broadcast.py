@@ -19,21 +19,45 @@ def _send(tensors: Iterable[Tensor], src: int = 0) -> None:
         t.detach().copy_(whole)
 
 
-@fault(source="pytorch/pytorch#111138", needs="a buffer filled differently by each rank", check="broadcast.first", stage="broadcast", step=0, rank=1,
-       tensor="running", green=("param_norms",))
+@fault(
+    source="pytorch/pytorch#111138",
+    needs="a buffer filled differently by each rank",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="running",
+    green=("param_norms",),
+)
 def broadcast_skips_buffers() -> Names:
     """Only parameters are copied at construction; registered buffers start different on each rank."""
     return {"broadcast_parameters": lambda module, src=0: _send(module.parameters(), src)}
 
 
-@fault(source="allenai/OLMo-core#319", needs="ranks seeded differently", check="broadcast.first", stage="broadcast", step=0, rank=1, tensor="weight")
+@fault(
+    source="allenai/OLMo-core#319",
+    needs="ranks seeded differently",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="weight",
+)
 def replicas_start_different() -> Names:
     """No broadcast: every rank keeps the weights of its own seed."""
     return {"broadcast_parameters": lambda module, src=0: None}
 
 
-@fault(source="deepspeedai/DeepSpeed#3090, at the start instead of in a checkpoint", needs="a frozen parameter", check="broadcast.first",
-       stage="broadcast", step=0, rank=1, tensor="frozen", green=("param_norms",))
+@fault(
+    source="deepspeedai/DeepSpeed#3090, at the start instead of in a checkpoint",
+    needs="a frozen parameter",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="frozen",
+    green=("param_norms",),
+)
 def broadcast_skips_frozen_parameters() -> Names:
     """Parameters that do not require a gradient are left out of the broadcast."""
 
@@ -43,15 +67,31 @@ def broadcast_skips_frozen_parameters() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="persistent=False buffers and state_dict, pytorch/pytorch#111138", needs="a buffer that is not saved", check="broadcast.first",
-       stage="broadcast", step=0, rank=1, tensor="hidden", green=("param_norms",))
+@fault(
+    source="persistent=False buffers and state_dict, pytorch/pytorch#111138",
+    needs="a buffer that is not saved",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="hidden",
+    green=("param_norms",),
+)
 def broadcast_sends_the_state_dict_only() -> Names:
     """What is broadcast is state_dict(), which lacks buffers that are not persistent."""
     return {"broadcast_parameters": lambda module, src=0: _send(module.state_dict().values(), src)}
 
 
-@fault(source="mixed-dtype modules under flat broadcasts", needs="integer and boolean buffers", check="broadcast.first", stage="broadcast", step=0,
-       rank=1, tensor="count", green=("param_norms",))
+@fault(
+    source="mixed-dtype modules under flat broadcasts",
+    needs="integer and boolean buffers",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="count",
+    green=("param_norms",),
+)
 def broadcast_skips_integer_buffers() -> Names:
     """Only floating-point tensors are sent."""
 
@@ -61,8 +101,15 @@ def broadcast_skips_integer_buffers() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="flat broadcast buffers of one dtype", needs="float64 parameters and large integers", check="broadcast.first", stage="broadcast", step=0,
-       tensor="fp64", green=("param_norms",))
+@fault(
+    source="flat broadcast buffers of one dtype",
+    needs="float64 parameters and large integers",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    tensor="fp64",
+    green=("param_norms",),
+)
 def broadcast_travels_in_float32() -> Names:
     """All tensors travel in one float32 buffer, which loses bits of float64 and of large integers."""
 
@@ -76,15 +123,32 @@ def broadcast_travels_in_float32() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="hard-coded src=0 in many data-parallel wrappers", needs="a source other than rank 0", check="broadcast.last", stage="broadcast", step=0,
-       rank=0, tensor="weight", green=("broadcast.first", "param_norms"))
+@fault(
+    source="hard-coded src=0 in many data-parallel wrappers",
+    needs="a source other than rank 0",
+    check="broadcast.last",
+    stage="broadcast",
+    step=0,
+    rank=0,
+    tensor="weight",
+    green=("broadcast.first", "param_norms"),
+)
 def broadcast_ignores_its_source() -> Names:
     """Rank 0 is always the source, whatever `src` says."""
     return {"broadcast_parameters": lambda module, src=0: base.broadcast_parameters(module)}
 
 
-@fault(source="averaging at the start in place of copying (Horovod users' scripts)", needs="ranks seeded differently", check="broadcast.first",
-       stage="broadcast", step=0, rank=0, tensor="weight", green=("param_norms",), equivalent=((1, "the mean over one rank is its own value"),))
+@fault(
+    source="averaging at the start in place of copying (Horovod users' scripts)",
+    needs="ranks seeded differently",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=0,
+    tensor="weight",
+    green=("param_norms",),
+    equivalent=((1, "the mean over one rank is its own value"),),
+)
 def broadcast_averages_the_ranks() -> Names:
     """Every rank gets the mean of all ranks' values, so that rank 0's own are changed too."""
 
@@ -99,8 +163,16 @@ def broadcast_averages_the_ranks() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="contiguous() returning a copy", needs="a parameter that is not contiguous", check="broadcast.layouts", stage="broadcast", step=0, rank=1,
-       tensor="transposed", green=("param_norms",))
+@fault(
+    source="contiguous() returning a copy",
+    needs="a parameter that is not contiguous",
+    check="broadcast.layouts",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="transposed",
+    green=("param_norms",),
+)
 def broadcast_into_a_copy() -> Names:
     """A tensor that is not contiguous is copied, the copy is received into and dropped."""
 
@@ -111,8 +183,16 @@ def broadcast_into_a_copy() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="deepspeedai/DeepSpeed#7805, the last bucket instead of one in flight", needs="a tensor larger than a bucket", check="broadcast.first",
-       stage="broadcast", step=0, rank=1, tensor="large", green=("param_norms",))
+@fault(
+    source="deepspeedai/DeepSpeed#7805, the last bucket instead of one in flight",
+    needs="a tensor larger than a bucket",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="large",
+    green=("param_norms",),
+)
 def broadcast_drops_what_exceeds_a_bucket() -> Names:
     """Tensors are gathered into buckets of 64 KiB; one that fits into none is never sent."""
 
@@ -122,8 +202,17 @@ def broadcast_drops_what_exceeds_a_bucket() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="binary-tree broadcast written for powers of two", needs="three ranks", check="broadcast.first", stage="broadcast", step=0, rank=2,
-       tensor="weight", world_size=3, equivalent=((2, "the tree is complete"), (4, "the tree is complete")))
+@fault(
+    source="binary-tree broadcast written for powers of two",
+    needs="three ranks",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=2,
+    tensor="weight",
+    world_size=3,
+    equivalent=((2, "the tree is complete"), (4, "the tree is complete")),
+)
 def broadcast_tree_misses_the_odd_rank() -> Names:
     """A tree over floor(log2 N) rounds: the ranks beyond the largest power of two get nothing."""
 
@@ -143,8 +232,14 @@ def broadcast_tree_misses_the_odd_rank() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="TTrace T5 (arXiv 2506.09280), NVIDIA/Megatron-LM#656", needs="a tied parameter", check="broadcast.first", stage="broadcast",
-       tensor="tied", green=("param_norms", "oracle"))
+@fault(
+    source="TTrace T5 (arXiv 2506.09280), NVIDIA/Megatron-LM#656",
+    needs="a tied parameter",
+    check="broadcast.first",
+    stage="broadcast",
+    tensor="tied",
+    green=("param_norms", "oracle"),
+)
 def broadcast_unties_parameters() -> Names:
     """Each received value becomes a new Parameter under each of its names: tied weights drift apart from then on."""
 
@@ -153,13 +248,22 @@ def broadcast_unties_parameters() -> Names:
         for child in module.modules():
             for name, p in list(child._parameters.items()):
                 if p is not None:
-                    child._parameters[name] = nn.Parameter(p.detach().clone(memory_format=torch.preserve_format), p.requires_grad)
+                    child._parameters[name] = nn.Parameter(
+                        p.detach().clone(memory_format=torch.preserve_format), p.requires_grad
+                    )
 
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="TrainCheck C11 (arXiv 2506.14813), the other way round", needs="a frozen parameter", check="broadcast.first", stage="broadcast", step=0,
-       tensor="frozen", green=("param_norms",))
+@fault(
+    source="TrainCheck C11 (arXiv 2506.14813), the other way round",
+    needs="a frozen parameter",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    tensor="frozen",
+    green=("param_norms",),
+)
 def broadcast_thaws_frozen_parameters() -> Names:
     """After the broadcast every parameter requires a gradient."""
 
@@ -170,8 +274,15 @@ def broadcast_thaws_frozen_parameters() -> Names:
     return {"broadcast_parameters": broadcast_parameters}
 
 
-@fault(source="same seed in place of a broadcast", needs="a value that no seed gives", check="broadcast.first", stage="broadcast", step=0, rank=0,
-       tensor="norm.running_mean")
+@fault(
+    source="same seed in place of a broadcast",
+    needs="a value that no seed gives",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    rank=0,
+    tensor="norm.running_mean",
+)
 def broadcast_reseeds_instead() -> Names:
     """Every rank draws its weights anew from one seed; what was there on rank 0 is lost, and plain parameters stay different."""
 

@@ -20,9 +20,9 @@ Names = dict[str, Any]
 class Fault:
     """One wrong implementation.
 
-    names: what it replaces in the correct base, by contract name. check: the check that must fail, at `world_size`. step, rank, tensor: where
-    the judge must say it is (None: not tied to one). stage: the part of a step that must be blamed. green: checks that must stay green, because the
-    fault does not touch what they ask. equivalent: world size -> why no probe can tell it from a correct one there.
+    names: what it replaces in the correct base, by contract name. check: the check that must fail, at `world_size`. stage, step, rank,
+    tensor: where it must say the fault is (None: not tied to one). green: checks that must stay green, because the fault does not
+    touch what they ask. equivalent: world size -> why no probe can tell it from a correct one there.
     """
 
     name: str
@@ -38,6 +38,11 @@ class Fault:
     tensor: str | None = None
     green: tuple[str, ...] = ()
     equivalent: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def file(self) -> str:
+        """The file of the catalogue that holds it."""
+        return self.names.__module__.rpartition(".")[2]
 
 
 FAULTS: dict[str, Fault] = {}

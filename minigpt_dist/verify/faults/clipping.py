@@ -12,7 +12,15 @@ from minigpt_dist.verify.faults.grouped import GroupedZero, Pairs
 GREEN = ("optimizer.plain", "optimizer.clip_idle")
 
 
-@fault(source="huggingface/transformers#46113", needs="a norm above the limit", check="optimizer.clip", stage="clip", step=1, tensor="p0", green=GREEN)
+@fault(
+    source="huggingface/transformers#46113",
+    needs="a norm above the limit",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+)
 def clip_computes_but_never_scales() -> Names:
     """The norm is right, and the factor is applied to a copy."""
 
@@ -24,8 +32,16 @@ def clip_computes_but_never_scales() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="clip_grad_norm_ on a sharded gradient (NVIDIA/apex, fairscale)", needs="a norm above the limit, two ranks", check="optimizer.clip", stage="clip",
-       step=1, tensor="p0", green=GREEN, equivalent=((1, "one slice is the whole"),))
+@fault(
+    source="clip_grad_norm_ on a sharded gradient (NVIDIA/apex, fairscale)",
+    needs="a norm above the limit, two ranks",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+    equivalent=((1, "one slice is the whole"),),
+)
 def clip_by_the_norm_of_the_own_slice() -> Names:
     """Each rank scales by the norm of the slice it owns."""
 
@@ -36,8 +52,16 @@ def clip_by_the_norm_of_the_own_slice() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="clip_grad_norm_ before the reduction", needs="a norm above the limit, ranks whose gradients differ", check="optimizer.clip", stage="clip", step=1,
-       tensor="p0", green=GREEN, equivalent=((1, "one rank's gradient is the mean"),))
+@fault(
+    source="clip_grad_norm_ before the reduction",
+    needs="a norm above the limit, ranks whose gradients differ",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+    equivalent=((1, "one rank's gradient is the mean"),),
+)
 def clip_before_the_mean() -> Names:
     """Each rank clips its own gradient, and the clipped ones are averaged."""
 
@@ -46,7 +70,9 @@ def clip_before_the_mean() -> Names:
             if self.max_norm is not None and not hasattr(self, "_busy"):
                 grads = [q.grad for _, q in self.members() if q.grad is not None]
                 torch.nn.utils.get_total_norm(grads)
-                scale = min(self.max_norm / (float(torch.stack([g.square().sum() for g in grads]).sum().sqrt()) + 1e-6), 1.0)
+                scale = min(
+                    self.max_norm / (float(torch.stack([g.square().sum() for g in grads]).sum().sqrt()) + 1e-6), 1.0
+                )
                 for g in grads:
                     g.mul_(scale)
                 self._busy = True
@@ -59,8 +85,15 @@ def clip_before_the_mean() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="a norm for each parameter", needs="several tensors, a norm above the limit", check="optimizer.clip", stage="clip", step=1, tensor="p0",
-       green=GREEN)
+@fault(
+    source="a norm for each parameter",
+    needs="several tensors, a norm above the limit",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+)
 def clip_tensor_by_tensor() -> Names:
     """Each tensor is scaled by its own norm."""
 
@@ -71,7 +104,15 @@ def clip_tensor_by_tensor() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="the root forgotten in a hand-written norm", needs="a norm above the limit", check="optimizer.clip", stage="clip", step=1, tensor="p0", green=GREEN)
+@fault(
+    source="the root forgotten in a hand-written norm",
+    needs="a norm above the limit",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+)
 def clip_by_the_squared_norm() -> Names:
     """The square root of the sum of squares is not taken."""
 
@@ -82,8 +123,15 @@ def clip_by_the_squared_norm() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="the factor without its upper bound of one", needs="a norm below the limit", check="optimizer.clip_idle", stage="clip", step=1, tensor="p0",
-       green=("optimizer.plain", "optimizer.clip"))
+@fault(
+    source="the factor without its upper bound of one",
+    needs="a norm below the limit",
+    check="optimizer.clip_idle",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.clip"),
+)
 def clip_scales_small_gradients_up() -> Names:
     """The gradient is scaled to the limit even where its norm is below it."""
 
@@ -97,8 +145,16 @@ def clip_scales_small_gradients_up() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#7807", needs="a norm above the limit, a tensor that spans two ranks", check="optimizer.clip", stage="clip", step=1,
-       tensor="p0", green=GREEN, equivalent=((1, "no tensor is cut"),))
+@fault(
+    source="deepspeedai/DeepSpeed#7807",
+    needs="a norm above the limit, a tensor that spans two ranks",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+    equivalent=((1, "no tensor is cut"),),
+)
 def cross_boundary_tensor_half_reduced() -> Names:
     """The norm is taken of reduced values in the own slice and of raw, local gradients elsewhere."""
 
@@ -112,8 +168,16 @@ def cross_boundary_tensor_half_reduced() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck C4, deepspeedai/DeepSpeed#1801 (BLOOM-176B)", needs="a norm above the limit, two ranks", check="optimizer.clip", stage="clip", step=1,
-       tensor="p0", green=GREEN, equivalent=((1, "rank 0 is the only one"),))
+@fault(
+    source="TrainCheck C4, deepspeedai/DeepSpeed#1801 (BLOOM-176B)",
+    needs="a norm above the limit, two ranks",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+    equivalent=((1, "rank 0 is the only one"),),
+)
 def clip_on_rank_0_only() -> Names:
     """Only rank 0 scales its slice."""
 
@@ -125,8 +189,16 @@ def clip_on_rank_0_only() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="ROCm/TransformerEngine#715, replicas counted once a rank", needs="a norm above the limit, two ranks", check="optimizer.clip", stage="clip", step=1,
-       tensor="p0", green=GREEN, equivalent=((1, "one replica is counted once"),))
+@fault(
+    source="ROCm/TransformerEngine#715, replicas counted once a rank",
+    needs="a norm above the limit, two ranks",
+    check="optimizer.clip",
+    stage="clip",
+    step=1,
+    tensor="p0",
+    green=GREEN,
+    equivalent=((1, "one replica is counted once"),),
+)
 def replicated_weights_overcounted() -> Names:
     """Every rank adds the squares of the whole gradient, so that each element counts N times."""
 

@@ -14,8 +14,14 @@ from minigpt_dist.verify.faults.catalogue import Names, fault
 ALONE = ((1, "there is nobody to pair with"),)
 
 
-@fault(source="pytorch/pytorch#25390", needs="a rank that is no member", check="optimizer.plain", stage="optimizer", world_size=3,
-       equivalent=(*ALONE, (2, "all ranks are members")))
+@fault(
+    source="pytorch/pytorch#25390",
+    needs="a rank that is no member",
+    check="optimizer.plain",
+    stage="optimizer",
+    world_size=3,
+    equivalent=(*ALONE, (2, "all ranks are members")),
+)
 def subgroup_created_only_by_members() -> Names:
     """Only its two members create a group, although creating a group is collective over the world."""
 
@@ -27,8 +33,13 @@ def subgroup_created_only_by_members() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="alan-turing-institute/autocast#386", needs="a log of collectives, or the last step", check="same_collectives", stage="reduce",
-       equivalent=ALONE)
+@fault(
+    source="alan-turing-institute/autocast#386",
+    needs="a log of collectives, or the last step",
+    check="same_collectives",
+    stage="reduce",
+    equivalent=ALONE,
+)
 def collective_pairs_with_wrong_call() -> Names:
     """Rank 0 enters one more all-reduce each step, which pairs with its peers' next one of another meaning."""
 
@@ -43,7 +54,13 @@ def collective_pairs_with_wrong_call() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#6714, one participant lacks a collective", needs="two ranks", check="optimizer.plain", stage="reduce", equivalent=ALONE)
+@fault(
+    source="deepspeedai/DeepSpeed#6714, one participant lacks a collective",
+    needs="two ranks",
+    check="optimizer.plain",
+    stage="reduce",
+    equivalent=ALONE,
+)
 def one_rank_skips_a_barrier() -> Names:
     """All ranks but the last wait at a barrier before the reduction."""
 
@@ -56,8 +73,15 @@ def one_rank_skips_a_barrier() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="collective order by a set or by arrival", needs="two ranks, two messages", check="optimizer.one_tensor", stage="reduce", step=1, tensor="p0",
-       equivalent=ALONE)
+@fault(
+    source="collective order by a set or by arrival",
+    needs="two ranks, two messages",
+    check="optimizer.one_tensor",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    equivalent=ALONE,
+)
 def reduction_order_differs_by_rank() -> Names:
     """The halves of the gradient are reduced in one order on even ranks and in the other on odd ones."""
 
@@ -74,8 +98,13 @@ def reduction_order_differs_by_rank() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#5794, unlike counts in one exchange", needs="ranks whose message lengths differ", check="optimizer.plain",
-       stage="reduce", equivalent=ALONE)
+@fault(
+    source="deepspeedai/DeepSpeed#5794, unlike counts in one exchange",
+    needs="ranks whose message lengths differ",
+    check="optimizer.plain",
+    stage="reduce",
+    equivalent=ALONE,
+)
 def message_lengths_differ_by_rank() -> Names:
     """Each rank reduces a buffer whose length depends on its rank."""
 
@@ -89,8 +118,15 @@ def message_lengths_differ_by_rank() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="steps skipped to accumulate, by a default nobody set (TrainCheck C19)", needs="two steps", check="optimizer.plain", stage="gather", step=1,
-       tensor="p0", green=("param_norms",))
+@fault(
+    source="steps skipped to accumulate, by a default nobody set (TrainCheck C19)",
+    needs="two steps",
+    check="optimizer.plain",
+    stage="gather",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def every_second_step_skipped() -> Names:
     """step() does its work at every second call only."""
 

@@ -10,7 +10,15 @@ from minigpt_dist.verify.faults.catalogue import Names, fault
 from minigpt_dist.verify.faults.wrapper import LessonDDP
 
 
-@fault(source="TTrace T4 (arXiv 2506.09280)", needs="two ranks", check="ddp.plain", stage="reduce", step=1, rank=0, tensor="p0")
+@fault(
+    source="TTrace T4 (arXiv 2506.09280)",
+    needs="two ranks",
+    check="ddp.plain",
+    stage="reduce",
+    step=1,
+    rank=0,
+    tensor="p0",
+)
 def ddp_sums_gradients() -> Names:
     """The wrapper sums gradients over ranks and does not divide."""
 
@@ -21,7 +29,15 @@ def ddp_sums_gradients() -> Names:
     return {"DistributedDataParallel": Wrapper}
 
 
-@fault(source="a wrapper that forgets the start", needs="ranks seeded differently", check="ddp.plain", stage="broadcast", step=0, rank=1, tensor="p0")
+@fault(
+    source="a wrapper that forgets the start",
+    needs="ranks seeded differently",
+    check="ddp.plain",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="p0",
+)
 def ddp_does_not_copy_parameters() -> Names:
     """Construction does not make the ranks equal."""
 
@@ -32,8 +48,16 @@ def ddp_does_not_copy_parameters() -> Names:
     return {"DistributedDataParallel": Wrapper}
 
 
-@fault(source="frozen parameters taken for constants that are equal anyway", needs="a frozen parameter", check="ddp.frozen", stage="broadcast", step=0, rank=1,
-       tensor="p1", green=("ddp.plain",))
+@fault(
+    source="frozen parameters taken for constants that are equal anyway",
+    needs="a frozen parameter",
+    check="ddp.frozen",
+    stage="broadcast",
+    step=0,
+    rank=1,
+    tensor="p1",
+    green=("ddp.plain",),
+)
 def ddp_does_not_copy_frozen_parameters() -> Names:
     """Only parameters that require a gradient are copied at construction."""
 
@@ -48,7 +72,13 @@ def ddp_does_not_copy_frozen_parameters() -> Names:
     return {"DistributedDataParallel": Wrapper}
 
 
-@fault(source="pytorch/pytorch#128949", needs="a parameter unused on one rank", check="ddp.unused_on_one", stage="reduce", green=("ddp.plain", "ddp.unused"))
+@fault(
+    source="pytorch/pytorch#128949",
+    needs="a parameter unused on one rank",
+    check="ddp.unused_on_one",
+    stage="reduce",
+    green=("ddp.plain", "ddp.unused"),
+)
 def ddp_hangs_on_an_unused_parameter() -> Names:
     """Gradients are averaged where there is one: a rank without it leaves the others waiting, or pairs with another tensor."""
 
@@ -61,8 +91,15 @@ def ddp_hangs_on_an_unused_parameter() -> Names:
     return {"DistributedDataParallel": Wrapper}
 
 
-@fault(source="bucket_cap_mb and the last, half-full bucket", needs="more than one bucket", check="ddp.many_tensors", stage="reduce", step=1, rank=0,
-       green=("ddp.plain",))
+@fault(
+    source="bucket_cap_mb and the last, half-full bucket",
+    needs="more than one bucket",
+    check="ddp.many_tensors",
+    stage="reduce",
+    step=1,
+    rank=0,
+    green=("ddp.plain",),
+)
 def ddp_never_sends_its_last_bucket() -> Names:
     """Gradients wait until a bucket of five is full; what is left over at the end is never sent."""
 
@@ -79,7 +116,16 @@ def ddp_never_sends_its_last_bucket() -> Names:
     return {"DistributedDataParallel": Wrapper}
 
 
-@fault(source="allenai/open-instruct#1498", needs="two backwards", check="ddp.backwards", stage="reduce", step=1, rank=0, tensor="p0", green=("ddp.plain",))
+@fault(
+    source="allenai/open-instruct#1498",
+    needs="two backwards",
+    check="ddp.backwards",
+    stage="reduce",
+    step=1,
+    rank=0,
+    tensor="p0",
+    green=("ddp.plain",),
+)
 def ddp_keeps_the_last_backward_only() -> Names:
     """A hook drops what earlier backwards left, so that only the last one is averaged."""
 
@@ -93,8 +139,16 @@ def ddp_keeps_the_last_backward_only() -> Names:
     return {"DistributedDataParallel": Wrapper}
 
 
-@fault(source="gradients copied through float32 buckets", needs="float64 parameters", check="ddp.float64", stage="reduce", step=1, rank=0, tensor="p0",
-       green=("ddp.plain",))
+@fault(
+    source="gradients copied through float32 buckets",
+    needs="float64 parameters",
+    check="ddp.float64",
+    stage="reduce",
+    step=1,
+    rank=0,
+    tensor="p0",
+    green=("ddp.plain",),
+)
 def ddp_averages_in_bfloat16_above_float32() -> Names:
     """Gradients of float64 parameters travel in bfloat16, as a compression hook does."""
 
@@ -105,8 +159,16 @@ def ddp_averages_in_bfloat16_above_float32() -> Names:
     return {"DistributedDataParallel": Wrapper}
 
 
-@fault(source="flattening views in memory order", needs="a parameter that is not contiguous", check="ddp.transposed", stage="reduce", step=1, rank=0, tensor="p0",
-       green=("ddp.plain",))
+@fault(
+    source="flattening views in memory order",
+    needs="a parameter that is not contiguous",
+    check="ddp.transposed",
+    stage="reduce",
+    step=1,
+    rank=0,
+    tensor="p0",
+    green=("ddp.plain",),
+)
 def ddp_flattens_in_memory_order() -> Names:
     """A bucket is filled in memory order and read back in index order."""
 

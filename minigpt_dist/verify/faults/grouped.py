@@ -46,7 +46,11 @@ class GroupedZero(torch.optim.Optimizer):
 
     def mean(self, p: nn.Parameter) -> Tensor:
         """This rank's slice of the gradient's mean over ranks; zeros count for a rank without one."""
-        grad = torch.zeros_like(p, memory_format=torch.contiguous_format) if p.grad is None else p.grad.contiguous().clone()
+        grad = (
+            torch.zeros_like(p, memory_format=torch.contiguous_format)
+            if p.grad is None
+            else p.grad.contiguous().clone()
+        )
         if self.world_size > 1:
             dist.all_reduce(grad)
         return self.cut(grad) / self.world_size
@@ -68,7 +72,12 @@ class GroupedZero(torch.optim.Optimizer):
         """The state of one parameter, made when it is first needed."""
         if not self.state[p]:
             master = self.cut(p)
-            self.state[p] = {"master": master, "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master), "step": 0}
+            self.state[p] = {
+                "master": master,
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+                "step": 0,
+            }
         state: dict[str, Any] = self.state[p]
         return state
 
@@ -79,7 +88,10 @@ class GroupedZero(torch.optim.Optimizer):
         state["master"].mul_(1 - group["lr"] * group["weight_decay"])
         state["exp_avg"].lerp_(grad, 1 - beta1)
         state["exp_avg_sq"].lerp_(grad * grad, 1 - beta2)
-        first, second = state["exp_avg"] / (1 - beta1 ** state["step"]), state["exp_avg_sq"] / (1 - beta2 ** state["step"])
+        first, second = (
+            state["exp_avg"] / (1 - beta1 ** state["step"]),
+            state["exp_avg_sq"] / (1 - beta2 ** state["step"]),
+        )
         state["master"].sub_(group["lr"] * first / (second.sqrt() + group["eps"]))
 
     def gather(self, p: nn.Parameter) -> None:

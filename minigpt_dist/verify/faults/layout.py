@@ -15,8 +15,16 @@ from minigpt_dist.verify.faults.catalogue import Names, fault
 NO_PADDING = ((1, "there is no padding"),)
 
 
-@fault(source="the lesson's own padding, off by one", needs="P not divisible by N", check="optimizer.remainder_one", stage="reduce", step=1, tensor="p0",
-       green=("optimizer.divisible",), equivalent=NO_PADDING)
+@fault(
+    source="the lesson's own padding, off by one",
+    needs="P not divisible by N",
+    check="optimizer.remainder_one",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.divisible",),
+    equivalent=NO_PADDING,
+)
 def last_element_gets_the_pad() -> Names:
     """The slice that ends in padding loses its last real element's gradient."""
 
@@ -30,8 +38,16 @@ def last_element_gets_the_pad() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="P // N in place of a ceiling", needs="P not divisible by N", check="optimizer.remainder_one", stage="reduce", step=1, tensor="p0",
-       green=("optimizer.divisible",), equivalent=NO_PADDING)
+@fault(
+    source="P // N in place of a ceiling",
+    needs="P not divisible by N",
+    check="optimizer.remainder_one",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.divisible",),
+    equivalent=NO_PADDING,
+)
 def remainder_never_updated() -> Names:
     """Slices have P // N elements; what remains at the end belongs to nobody."""
 
@@ -47,7 +63,13 @@ def remainder_never_updated() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="slicing with flat[:-pad]", needs="P divisible by N", check="optimizer.divisible", stage="optimizer", green=("optimizer.remainder_one",))
+@fault(
+    source="slicing with flat[:-pad]",
+    needs="P divisible by N",
+    check="optimizer.divisible",
+    stage="optimizer",
+    green=("optimizer.remainder_one",),
+)
 def no_padding_means_everything_is_padding() -> Names:
     """The padding is cut off by flat[:-pad], which is empty where pad is 0."""
 
@@ -58,8 +80,14 @@ def no_padding_means_everything_is_padding() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="pytorch/pytorch#108869", needs="more ranks than parameters", check="optimizer.tiny", stage="optimizer", green=("optimizer.plain",),
-       equivalent=((1, "every rank owns something"),))
+@fault(
+    source="pytorch/pytorch#108869",
+    needs="more ranks than parameters",
+    check="optimizer.tiny",
+    stage="optimizer",
+    green=("optimizer.plain",),
+    equivalent=((1, "every rank owns something"),),
+)
 def more_ranks_than_parameters() -> Names:
     """A rank whose slice is all padding raises."""
 
@@ -72,8 +100,14 @@ def more_ranks_than_parameters() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="pytorch/pytorch#108869, the waiting form", needs="more ranks than parameters", check="optimizer.tiny", stage="gather",
-       green=("optimizer.plain",), equivalent=((1, "every rank owns something"),))
+@fault(
+    source="pytorch/pytorch#108869, the waiting form",
+    needs="more ranks than parameters",
+    check="optimizer.tiny",
+    stage="gather",
+    green=("optimizer.plain",),
+    equivalent=((1, "every rank owns something"),),
+)
 def empty_rank_skips_the_exchange() -> Names:
     """A rank that owns nothing does not come to the gather, and the others wait."""
 
@@ -86,7 +120,15 @@ def empty_rank_skips_the_exchange() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="offset counted twice", needs="nothing", check="optimizer.plain", stage="reduce", step=1, tensor="p0", green=("param_norms",))
+@fault(
+    source="offset counted twice",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def gradients_shifted_by_one() -> Names:
     """The flat gradient is one element ahead of the flat parameters."""
 
@@ -98,8 +140,15 @@ def gradients_shifted_by_one() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="reversed parameter order in one of two places (DDP buckets are reversed)", needs="more than one tensor", check="optimizer.plain",
-       stage="reduce", step=1, tensor="p0", green=("optimizer.tiny", "param_norms"))
+@fault(
+    source="reversed parameter order in one of two places (DDP buckets are reversed)",
+    needs="more than one tensor",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.tiny", "param_norms"),
+)
 def gradients_in_reversed_order() -> Names:
     """Gradients are laid out in reversed parameter order, parameters in declaration order."""
 
@@ -112,8 +161,15 @@ def gradients_in_reversed_order() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/Megatron-LM#663, NVIDIA/Megatron-LM#565", needs="more than one tensor", check="optimizer.plain", stage="optimizer", step=1, tensor="p5",
-       green=("optimizer.one_tensor", "param_norms"))
+@fault(
+    source="NVIDIA/Megatron-LM#663, NVIDIA/Megatron-LM#565",
+    needs="more than one tensor",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p5",
+    green=("optimizer.one_tensor", "param_norms"),
+)
 def parameter_outside_the_flat_buffer() -> Names:
     """Scalars are not put into the flat buffer, and so never updated."""
 
@@ -125,8 +181,15 @@ def parameter_outside_the_flat_buffer() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="loops that end at the first empty tensor", needs="a tensor without elements", check="optimizer.empty_tensor", stage="optimizer", step=1,
-       tensor="p2", green=("optimizer.plain",))
+@fault(
+    source="loops that end at the first empty tensor",
+    needs="a tensor without elements",
+    check="optimizer.empty_tensor",
+    stage="optimizer",
+    step=1,
+    tensor="p2",
+    green=("optimizer.plain",),
+)
 def stops_at_an_empty_tensor() -> Names:
     """Parameters after one without elements are left out."""
 
@@ -140,8 +203,15 @@ def stops_at_an_empty_tensor() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="bucket caps in elements", needs="a tensor of more than 65,536 elements", check="optimizer.large", stage="optimizer", step=1, tensor="p0",
-       green=("optimizer.plain", "param_norms"))
+@fault(
+    source="bucket caps in elements",
+    needs="a tensor of more than 65,536 elements",
+    check="optimizer.large",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", "param_norms"),
+)
 def only_the_first_bucket_is_updated() -> Names:
     """Of a slice, only the first 32,768 elements are updated."""
 
@@ -154,8 +224,15 @@ def only_the_first_bucket_is_updated() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/Megatron-LM#950, overlapped parameter gather", needs="nothing", check="optimizer.plain", stage="gather", step=1, tensor="p0",
-       green=("param_norms",))
+@fault(
+    source="NVIDIA/Megatron-LM#950, overlapped parameter gather",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="gather",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def gathered_before_the_update() -> Names:
     """The gather is started before the update has been written: parameters are one step late."""
 
@@ -169,8 +246,15 @@ def gathered_before_the_update() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="the all-gather forgotten", needs="more than one rank", check="optimizer.plain", stage="gather", step=1, tensor="p0",
-       equivalent=((1, "there is nothing to gather"),))
+@fault(
+    source="the all-gather forgotten",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="gather",
+    step=1,
+    tensor="p0",
+    equivalent=((1, "there is nothing to gather"),),
+)
 def nothing_is_gathered() -> Names:
     """Each rank writes back its own slice only; the others keep their old values there."""
 
@@ -183,8 +267,16 @@ def nothing_is_gathered() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="loops over range(world_size - 1)", needs="more than one rank", check="optimizer.plain", stage="gather", step=1, rank=0, world_size=3,
-       equivalent=((1, "there is nothing to gather"),))
+@fault(
+    source="loops over range(world_size - 1)",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="gather",
+    step=1,
+    rank=0,
+    world_size=3,
+    equivalent=((1, "there is nothing to gather"),),
+)
 def last_slice_not_gathered() -> Names:
     """The last rank's slice reaches nobody else."""
 
@@ -199,8 +291,17 @@ def last_slice_not_gathered() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#5283", needs="more than one rank", check="optimizer.plain", stage="gather", step=1, tensor="p0", world_size=3,
-       green=("param_norms",), equivalent=((1, "one slice is in order"),))
+@fault(
+    source="deepspeedai/DeepSpeed#5283",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="gather",
+    step=1,
+    tensor="p0",
+    world_size=3,
+    green=("param_norms",),
+    equivalent=((1, "one slice is in order"),),
+)
 def slices_joined_in_reverse() -> Names:
     """The gathered slices are joined from the last rank to the first."""
 
@@ -211,8 +312,16 @@ def slices_joined_in_reverse() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#5283, names sorted as text", needs="eleven ranks: rank10 sorts before rank2", check="optimizer.plain", stage="gather",
-       step=1, world_size=11, green=("param_norms",), equivalent=tuple((N, "up to ten ranks sort alike as text and as numbers") for N in range(1, 11)))
+@fault(
+    source="deepspeedai/DeepSpeed#5283, names sorted as text",
+    needs="eleven ranks: rank10 sorts before rank2",
+    check="optimizer.plain",
+    stage="gather",
+    step=1,
+    world_size=11,
+    green=("param_norms",),
+    equivalent=tuple((N, "up to ten ranks sort alike as text and as numbers") for N in range(1, 11)),
+)
 def slices_joined_as_text() -> Names:
     """The gathered slices are joined in the order of their names, sorted as text."""
 
@@ -224,8 +333,15 @@ def slices_joined_as_text() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck N1, Lightning-AI issue AC-2665: an optimizer built before wrapping", needs="nothing", check="optimizer.plain", stage="gather",
-       step=1, tensor="p0", green=("param_norms",))
+@fault(
+    source="TrainCheck N1, Lightning-AI issue AC-2665: an optimizer built before wrapping",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="gather",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def optimizer_on_copies_of_the_parameters() -> Names:
     """The optimizer holds a deep copy of the module; the module that is trained never changes."""
 
@@ -236,7 +352,13 @@ def optimizer_on_copies_of_the_parameters() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="p.data = slice of a float32 buffer", needs="float64 parameters", check="optimizer.float64", stage="gather", green=("optimizer.plain",))
+@fault(
+    source="p.data = slice of a float32 buffer",
+    needs="float64 parameters",
+    check="optimizer.float64",
+    stage="gather",
+    green=("optimizer.plain",),
+)
 def parameters_change_their_type() -> Names:
     """The new values are put in place of the parameter's data, in the type of the buffer."""
 

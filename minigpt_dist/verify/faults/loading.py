@@ -36,7 +36,15 @@ def _verified(src: str, shard: dict[str, Any]) -> bytes:
     return raw
 
 
-@fault(source="checksums written and never compared", needs="an altered shard", check="checkpoint.refuses_altered", stage="load", step=10, rank=0, green=GREEN)
+@fault(
+    source="checksums written and never compared",
+    needs="an altered shard",
+    check="checkpoint.refuses_altered",
+    stage="load",
+    step=10,
+    rank=0,
+    green=GREEN,
+)
 def checksum_never_compared() -> Names:
     """Shards are read without looking at their checksums."""
 
@@ -47,8 +55,16 @@ def checksum_never_compared() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="verification of the first shard as a sample", needs="an altered shard of another rank", check="checkpoint.refuses_altered", stage="load", step=10,
-       rank=1, green=GREEN, equivalent=((1, "the first shard is the only one"),))
+@fault(
+    source="verification of the first shard as a sample",
+    needs="an altered shard of another rank",
+    check="checkpoint.refuses_altered",
+    stage="load",
+    step=10,
+    rank=1,
+    green=GREEN,
+    equivalent=((1, "the first shard is the only one"),),
+)
 def only_the_first_shard_is_verified() -> Names:
     """Only rank 0's checksum is compared."""
 
@@ -60,7 +76,15 @@ def only_the_first_shard_is_verified() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="hashing a file's name or size", needs="an altered shard", check="checkpoint.refuses_altered", stage="load", step=10, rank=0, green=GREEN)
+@fault(
+    source="hashing a file's name or size",
+    needs="an altered shard",
+    check="checkpoint.refuses_altered",
+    stage="load",
+    step=10,
+    rank=0,
+    green=GREEN,
+)
 def checksum_of_the_size() -> Names:
     """What is compared is the length: a flipped bit goes unnoticed."""
 
@@ -76,8 +100,15 @@ def checksum_of_the_size() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="LMResiliency/lm-resiliency#78", needs="a manifest without a checksum", check="checkpoint.refuses_no_checksum", stage="load", step=10, rank=0,
-       green=(*GREEN, "checkpoint.refuses_altered"))
+@fault(
+    source="LMResiliency/lm-resiliency#78",
+    needs="a manifest without a checksum",
+    check="checkpoint.refuses_no_checksum",
+    stage="load",
+    step=10,
+    rank=0,
+    green=(*GREEN, "checkpoint.refuses_altered"),
+)
 def missing_checksum_accepted() -> Names:
     """A checksum that is empty or absent is not compared."""
 
@@ -93,8 +124,15 @@ def missing_checksum_accepted() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="reading into buffers of the expected size", needs="a truncated shard", check="checkpoint.refuses_truncated", stage="load", step=10, rank=0,
-       green=(*GREEN, "checkpoint.refuses_altered"))
+@fault(
+    source="reading into buffers of the expected size",
+    needs="a truncated shard",
+    check="checkpoint.refuses_truncated",
+    stage="load",
+    step=10,
+    rank=0,
+    green=(*GREEN, "checkpoint.refuses_altered"),
+)
 def truncated_shard_filled_with_zeros() -> Names:
     """A short shard is padded to its length, and loaded without a checksum."""
 
@@ -111,7 +149,14 @@ def truncated_shard_filled_with_zeros() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="strict=False", needs="a missing shard", check="checkpoint.refuses_missing", stage="load", step=10, green=GREEN)
+@fault(
+    source="strict=False",
+    needs="a missing shard",
+    check="checkpoint.refuses_missing",
+    stage="load",
+    step=10,
+    green=GREEN,
+)
 def missing_shard_filled_with_zeros() -> Names:
     """A shard that is not there is replaced by zeros of the first one's shapes."""
 
@@ -129,7 +174,14 @@ def missing_shard_filled_with_zeros() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="deepspeedai/DeepSpeed#6691", needs="a missing shard", check="checkpoint.refuses_missing", stage="load", step=10, green=GREEN)
+@fault(
+    source="deepspeedai/DeepSpeed#6691",
+    needs="a missing shard",
+    check="checkpoint.refuses_missing",
+    stage="load",
+    step=10,
+    green=GREEN,
+)
 def missing_shard_starts_from_scratch() -> Names:
     """A shard that is not there gives an empty state, and the rank trains on from nothing."""
 
@@ -140,7 +192,14 @@ def missing_shard_starts_from_scratch() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="deepspeedai/DeepSpeed#2898", needs="a load at another world size", check="checkpoint.refuses_world_size", stage="load", step=10, green=GREEN)
+@fault(
+    source="deepspeedai/DeepSpeed#2898",
+    needs="a load at another world size",
+    check="checkpoint.refuses_world_size",
+    stage="load",
+    step=10,
+    green=GREEN,
+)
 def changed_world_size_accepted_by_index() -> Names:
     """A checkpoint of another world size is taken rank by rank, as far as it goes."""
 
@@ -152,8 +211,14 @@ def changed_world_size_accepted_by_index() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="a manifest that is believed without a checksum of its own", needs="an edited manifest", check="checkpoint.refuses_manifest", stage="load", step=10,
-       green=GREEN)
+@fault(
+    source="a manifest that is believed without a checksum of its own",
+    needs="an edited manifest",
+    check="checkpoint.refuses_manifest",
+    stage="load",
+    step=10,
+    green=GREEN,
+)
 def missing_manifest_replaced_by_a_guess() -> Names:
     """Without a readable manifest, whatever files are there are taken for the shards."""
 
@@ -167,8 +232,14 @@ def missing_manifest_replaced_by_a_guess() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="paths in a manifest joined without a look", needs="an edited manifest", check="checkpoint.refuses_manifest", stage="load", step=10,
-       green=(*GREEN, "checkpoint.refuses_altered"))
+@fault(
+    source="paths in a manifest joined without a look",
+    needs="an edited manifest",
+    check="checkpoint.refuses_manifest",
+    stage="load",
+    step=10,
+    green=(*GREEN, "checkpoint.refuses_altered"),
+)
 def altered_manifest_accepted() -> Names:
     """Sizes and checksums are those the shard file itself tells, so that a manifest naming shards of another folder is followed."""
 
@@ -190,8 +261,16 @@ def altered_manifest_accepted() -> Names:
     return {"save_sharded": save_sharded, "load_sharded": load_sharded}
 
 
-@fault(source="deepspeedai/DeepSpeed#5283", needs="eleven shards: rank10 sorts before rank2", check="checkpoint.round_trip", stage="load", step=10, rank=2,
-       world_size=11, equivalent=tuple((N, "up to ten ranks sort alike as text and as numbers") for N in range(1, 11)))
+@fault(
+    source="deepspeedai/DeepSpeed#5283",
+    needs="eleven shards: rank10 sorts before rank2",
+    check="checkpoint.round_trip",
+    stage="load",
+    step=10,
+    rank=2,
+    world_size=11,
+    equivalent=tuple((N, "up to ten ranks sort alike as text and as numbers") for N in range(1, 11)),
+)
 def merge_order_wrong() -> Names:
     """Shards are joined in the order of their file names, sorted as text."""
 
@@ -202,8 +281,13 @@ def merge_order_wrong() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="deepspeedai/DeepSpeed PR 7599, stale shard files", needs="two saves to one folder, the second of fewer ranks or another step",
-       check="checkpoint.overwrite", stage="save", green=("checkpoint.round_trip",))
+@fault(
+    source="deepspeedai/DeepSpeed PR 7599, stale shard files",
+    needs="two saves to one folder, the second of fewer ranks or another step",
+    check="checkpoint.overwrite",
+    stage="save",
+    green=("checkpoint.round_trip",),
+)
 def stale_shards_of_an_earlier_save() -> Names:
     """Shard files carry the step in their names, and the load takes the first that it finds for each rank."""
 
@@ -211,17 +295,28 @@ def stale_shards_of_an_earlier_save() -> Names:
         for rank, state in enumerate(states):
             Path(dest).mkdir(parents=True, exist_ok=True)
             base.write(Path(dest) / f"rank{rank}-step{step:06d}.bin", base.encode(state))
-        base.write(Path(dest) / "manifest.json", json.dumps({"world_size": len(states), "step": step, "shards": [0] * len(states)}).encode())
+        base.write(
+            Path(dest) / "manifest.json",
+            json.dumps({"world_size": len(states), "step": step, "shards": [0] * len(states)}).encode(),
+        )
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
         _manifest(src, expected_world_size)
-        return [base.decode(min(Path(src).glob(f"rank{rank}-*.bin")).read_bytes()) for rank in range(expected_world_size)]
+        return [
+            base.decode(min(Path(src).glob(f"rank{rank}-*.bin")).read_bytes()) for rank in range(expected_world_size)
+        ]
 
     return {"save_sharded": save_sharded, "load_sharded": load_sharded}
 
 
-@fault(source="a shard for a shard of another step", needs="shards of two checkpoints mixed", check="checkpoint.refuses_exchanged", stage="load", step=10,
-       green=(*GREEN, "checkpoint.refuses_altered"))
+@fault(
+    source="a shard for a shard of another step",
+    needs="shards of two checkpoints mixed",
+    check="checkpoint.refuses_exchanged",
+    stage="load",
+    step=10,
+    green=(*GREEN, "checkpoint.refuses_altered"),
+)
 def shard_carries_its_own_checksum() -> Names:
     """Each shard ends in its own checksum: a whole shard of another rank or step is accepted."""
 
@@ -249,7 +344,14 @@ def _pickled(states: list[State], dest: str, step: int) -> None:
     base.write(Path(dest) / "extra.pkl", pickle.dumps({"step": step}))
 
 
-@fault(source="huggingface/transformers#43140", needs="a malicious side file", check="checkpoint.runs_no_pickle", stage="load", step=10, green=GREEN)
+@fault(
+    source="huggingface/transformers#43140",
+    needs="a malicious side file",
+    check="checkpoint.runs_no_pickle",
+    stage="load",
+    step=10,
+    green=GREEN,
+)
 def unsafe_pickle_in_side_file() -> Names:
     """A side file of the checkpoint is unpickled without restriction although the shards are read safely."""
 
@@ -261,8 +363,14 @@ def unsafe_pickle_in_side_file() -> Names:
     return {"save_sharded": _pickled, "load_sharded": load_sharded}
 
 
-@fault(source="torch.load before the checksum (PyTorch security notes)", needs="a planted pickle", check="checkpoint.refuses_before_loading", stage="load", step=10,
-       green=GREEN)
+@fault(
+    source="torch.load before the checksum (PyTorch security notes)",
+    needs="a planted pickle",
+    check="checkpoint.refuses_before_loading",
+    stage="load",
+    step=10,
+    green=GREEN,
+)
 def unpickled_before_it_is_verified() -> Names:
     """Shards are torch archives, loaded with weights_only=False before their checksum is compared."""
 
@@ -285,8 +393,14 @@ def unpickled_before_it_is_verified() -> Names:
     return {"save_sharded": save_sharded, "load_sharded": load_sharded}
 
 
-@fault(source="memory-mapped loads (pytorch torch.load(mmap=True))", needs="training on after a load", check="checkpoint.independent", stage="load", step=10,
-       green=GREEN)
+@fault(
+    source="memory-mapped loads (pytorch torch.load(mmap=True))",
+    needs="training on after a load",
+    check="checkpoint.independent",
+    stage="load",
+    step=10,
+    green=GREEN,
+)
 def loaded_tensors_are_shared() -> Names:
     """Loads are remembered: a second one returns the tensors that training has changed since."""
     seen: dict[tuple[str, int], list[State]] = {}
@@ -300,8 +414,14 @@ def loaded_tensors_are_shared() -> Names:
     return {"load_sharded": load_sharded}
 
 
-@fault(source="JSON in place of the objects themselves", needs="numbers beyond 2**53, small floats", check="checkpoint.values", stage="load", step=10,
-       green=("resume_bytes",))
+@fault(
+    source="JSON in place of the objects themselves",
+    needs="numbers beyond 2**53, small floats",
+    check="checkpoint.values",
+    stage="load",
+    step=10,
+    green=("resume_bytes",),
+)
 def plain_values_through_float() -> Names:
     """Plain numbers come back as float32 would hold them."""
 
@@ -312,4 +432,8 @@ def plain_values_through_float() -> Names:
             return type(value)(float(torch.tensor(float(value), dtype=torch.float32)))
         return value
 
-    return {"load_sharded": lambda src, expected_world_size: [rounded(s) for s in base.load_sharded(src, expected_world_size)]}
+    return {
+        "load_sharded": lambda src, expected_world_size: [
+            rounded(s) for s in base.load_sharded(src, expected_world_size)
+        ]
+    }

@@ -13,8 +13,15 @@ from minigpt_dist.verify.faults.catalogue import Names, fault
 RIGHT_VALUES = ("optimizer.plain", "monotone_loss", "param_norms", "resume_bytes", "oracle")
 
 
-@fault(source="an optimizer that says 12P/N and holds 12P", needs="a census of bytes", check="optimizer.sharded", stage="memory", step=2,
-       green=RIGHT_VALUES, equivalent=((1, "one rank holds everything anyway"),))
+@fault(
+    source="an optimizer that says 12P/N and holds 12P",
+    needs="a census of bytes",
+    check="optimizer.sharded",
+    stage="memory",
+    step=2,
+    green=RIGHT_VALUES,
+    equivalent=((1, "one rank holds everything anyway"),),
+)
 def full_state_reported_as_a_share() -> Names:
     """Every rank keeps master copy and moments of all parameters, and reports 12P/N bytes."""
 
@@ -29,7 +36,14 @@ def full_state_reported_as_a_share() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#532", needs="a model smaller than the alignment", check="optimizer.sharded", stage="memory", step=2, green=RIGHT_VALUES)
+@fault(
+    source="deepspeedai/DeepSpeed#532",
+    needs="a model smaller than the alignment",
+    check="optimizer.sharded",
+    stage="memory",
+    step=2,
+    green=RIGHT_VALUES,
+)
 def alignment_padding_inflates_memory() -> Names:
     """Slices are rounded up to a multiple of 65,536 elements."""
 
@@ -41,8 +55,15 @@ def alignment_padding_inflates_memory() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="a slice that is a view keeps the whole", needs="a census of storages", check="optimizer.sharded", stage="memory", step=2,
-       green=RIGHT_VALUES, equivalent=((1, "the slice is the whole"),))
+@fault(
+    source="a slice that is a view keeps the whole",
+    needs="a census of storages",
+    check="optimizer.sharded",
+    stage="memory",
+    step=2,
+    green=RIGHT_VALUES,
+    equivalent=((1, "the slice is the whole"),),
+)
 def slice_keeps_the_whole_vector_alive() -> Names:
     """The master slice is a view of the whole flat vector, which therefore stays in memory on every rank."""
 
@@ -56,9 +77,16 @@ def slice_keeps_the_whole_vector_alive() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="greedy partition that never moves on (torch ZeroRedundancyOptimizer's unevenness, taken to its end)", needs="bytes rank by rank",
-       check="optimizer.balanced", stage="memory", step=2, rank=0, green=("optimizer.plain", "optimizer.sharded"),
-       equivalent=((1, "one rank owns everything anyway"),))
+@fault(
+    source="greedy partition that never moves on (torch ZeroRedundancyOptimizer's unevenness, taken to its end)",
+    needs="bytes rank by rank",
+    check="optimizer.balanced",
+    stage="memory",
+    step=2,
+    rank=0,
+    green=("optimizer.plain", "optimizer.sharded"),
+    equivalent=((1, "one rank owns everything anyway"),),
+)
 def first_rank_owns_everything() -> Names:
     """All state lies on rank 0; the others own empty slices."""
 
@@ -79,8 +107,15 @@ def first_rank_owns_everything() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#5700", needs="a census at every step", check="live_bytes", stage="memory", step=5, rank=0,
-       green=("optimizer.plain", "monotone_loss", "param_norms"))
+@fault(
+    source="deepspeedai/DeepSpeed#5700",
+    needs="a census at every step",
+    check="live_bytes",
+    stage="memory",
+    step=5,
+    rank=0,
+    green=("optimizer.plain", "monotone_loss", "param_norms"),
+)
 def state_grows_with_steps() -> Names:
     """Every reduced gradient is kept in a list."""
 
@@ -92,8 +127,14 @@ def state_grows_with_steps() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="two optimizers sharing a class-level cache", needs="two optimizers in one process", check="optimizer.two_optimizers", stage="optimizer",
-       tensor="p0", green=("optimizer.one_tensor",))
+@fault(
+    source="two optimizers sharing a class-level cache",
+    needs="two optimizers in one process",
+    check="optimizer.two_optimizers",
+    stage="optimizer",
+    tensor="p0",
+    green=("optimizer.one_tensor",),
+)
 def moments_shared_by_two_optimizers() -> Names:
     """The moments live in a class attribute, by slice length: a second optimizer of the same size uses the first one's."""
 
@@ -108,8 +149,13 @@ def moments_shared_by_two_optimizers() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="class-level step counters in Adam from scratch", needs="two optimizers in one process", check="optimizer.two_optimizers", stage="optimizer",
-       tensor="p0")
+@fault(
+    source="class-level step counters in Adam from scratch",
+    needs="two optimizers in one process",
+    check="optimizer.two_optimizers",
+    stage="optimizer",
+    tensor="p0",
+)
 def step_count_shared_by_two_optimizers() -> Names:
     """The step count is a class attribute that every optimizer of the process moves."""
 

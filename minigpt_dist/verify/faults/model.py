@@ -217,7 +217,11 @@ def corpus_ignores_its_seed() -> Names:
     return {"make_corpus": lambda seed, total_tokens, vocab=64: corpus.make_corpus(0, total_tokens, vocab)}
 
 
-@fault(source="NVlabs/LongLive#71; drawing from the global stream", needs="a global stream that was moved in between", **_DATA)
+@fault(
+    source="NVlabs/LongLive#71; drawing from the global stream",
+    needs="a global stream that was moved in between",
+    **_DATA,
+)
 def corpus_from_the_global_stream() -> Names:
     """Tokens are drawn from torch's global random stream, which is not seeded."""
     return {"make_corpus": lambda seed, total_tokens, vocab=64: torch.randint(0, vocab, (total_tokens,))}
@@ -237,13 +241,21 @@ def corpus_seeded_by_rank() -> Names:
 @fault(source="NVlabs/LongLive#71, seeds from the clock", needs="two calls", **_DATA)
 def corpus_seeded_by_the_clock() -> Names:
     """The time is part of the seed."""
-    return {"make_corpus": lambda seed, total_tokens, vocab=64: corpus.make_corpus(seed + time.time_ns() % 10**9, total_tokens, vocab)}
+    return {
+        "make_corpus": lambda seed, total_tokens, vocab=64: corpus.make_corpus(
+            seed + time.time_ns() % 10**9, total_tokens, vocab
+        )
+    }
 
 
 @fault(source="whole blocks only", needs="the corpus' length", **_DATA)
 def corpus_too_short() -> Names:
     """The corpus ends with its last whole cycle."""
-    return {"make_corpus": lambda seed, total_tokens, vocab=64: corpus.make_corpus(seed, total_tokens // vocab * vocab, vocab)}
+    return {
+        "make_corpus": lambda seed, total_tokens, vocab=64: corpus.make_corpus(
+            seed, total_tokens // vocab * vocab, vocab
+        )
+    }
 
 
 @fault(source="randint(0, vocab + 1)", needs="the range of ids", **_DATA)

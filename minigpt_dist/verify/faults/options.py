@@ -16,8 +16,15 @@ from minigpt_dist.verify.faults.grouped import GroupedZero
 Closure = Callable[[], float] | None
 
 
-@fault(source="huggingface/transformers, schedulers over wrapped optimizers", needs="an edit of the learning rate", check="optimizer.lr_edit",
-       stage="optimizer", step=2, tensor="p0", green=("optimizer.plain", "param_norms"))
+@fault(
+    source="huggingface/transformers, schedulers over wrapped optimizers",
+    needs="an edit of the learning rate",
+    check="optimizer.lr_edit",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain", "param_norms"),
+)
 def lr_edits_ignored() -> Names:
     """The learning rate is read once, at construction."""
 
@@ -32,8 +39,15 @@ def lr_edits_ignored() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="tenstorrent/tt-metal#54320, without the restart", needs="an edit of the learning rate", check="optimizer.lr_edit", stage="optimizer", step=2,
-       tensor="p0", green=("optimizer.plain", "param_norms"))
+@fault(
+    source="tenstorrent/tt-metal#54320, without the restart",
+    needs="an edit of the learning rate",
+    check="optimizer.lr_edit",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain", "param_norms"),
+)
 def lr_edits_one_step_late() -> Names:
     """The learning rate of a step is the one that was set before the last step ended."""
 
@@ -47,8 +61,15 @@ def lr_edits_one_step_late() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="options of groups flattened into one", needs="a group with a learning rate of its own", check="optimizer.groups_lr", stage="optimizer", step=1,
-       tensor="p1", green=("optimizer.plain", "optimizer.lr_edit"))
+@fault(
+    source="options of groups flattened into one",
+    needs="a group with a learning rate of its own",
+    check="optimizer.groups_lr",
+    stage="optimizer",
+    step=1,
+    tensor="p1",
+    green=("optimizer.plain", "optimizer.lr_edit"),
+)
 def group_learning_rates_ignored() -> Names:
     """All groups are updated with the first group's learning rate."""
 
@@ -59,8 +80,15 @@ def group_learning_rates_ignored() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="options of groups flattened into one", needs="a group without decay", check="optimizer.groups_decay", stage="optimizer", step=1, tensor="p0",
-       green=("optimizer.plain", "optimizer.weight_decay"))
+@fault(
+    source="options of groups flattened into one",
+    needs="a group without decay",
+    check="optimizer.groups_decay",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.weight_decay"),
+)
 def group_decay_ignored() -> Names:
     """All groups decay as the first one does."""
 
@@ -71,8 +99,15 @@ def group_decay_ignored() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="pytorch/pytorch, ZeroRedundancyOptimizer.add_param_group", needs="a group added after construction", check="optimizer.late_group",
-       stage="optimizer", step=2, tensor="p5", green=("optimizer.plain", "optimizer.groups_lr"))
+@fault(
+    source="pytorch/pytorch, ZeroRedundancyOptimizer.add_param_group",
+    needs="a group added after construction",
+    check="optimizer.late_group",
+    stage="optimizer",
+    step=2,
+    tensor="p5",
+    green=("optimizer.plain", "optimizer.groups_lr"),
+)
 def late_group_never_optimized() -> Names:
     """add_param_group is accepted, but step() goes through the groups of the beginning."""
 
@@ -88,8 +123,15 @@ def late_group_never_optimized() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="step(closure=None) copied without the call", needs="a closure", check="optimizer.closure", stage="gather", step=1, tensor="p0",
-       green=("optimizer.plain",))
+@fault(
+    source="step(closure=None) copied without the call",
+    needs="a closure",
+    check="optimizer.closure",
+    stage="gather",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain",),
+)
 def closure_never_called() -> Names:
     """step() takes a closure and does not evaluate it."""
 
@@ -100,8 +142,15 @@ def closure_never_called() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="a closure evaluated for the loss and again for the gradient", needs="a closure", check="optimizer.closure", stage="backward", step=1,
-       tensor="p0", green=("optimizer.plain",))
+@fault(
+    source="a closure evaluated for the loss and again for the gradient",
+    needs="a closure",
+    check="optimizer.closure",
+    stage="backward",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain",),
+)
 def closure_called_twice() -> Names:
     """The closure is evaluated twice: its gradients add up."""
 
@@ -113,7 +162,15 @@ def closure_called_twice() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="step() without a return", needs="a closure", check="optimizer.closure", stage="optimizer", step=1, rank=0, green=("optimizer.plain",))
+@fault(
+    source="step() without a return",
+    needs="a closure",
+    check="optimizer.closure",
+    stage="optimizer",
+    step=1,
+    rank=0,
+    green=("optimizer.plain",),
+)
 def closure_loss_not_returned() -> Names:
     """step(closure) returns None."""
 
@@ -125,8 +182,15 @@ def closure_loss_not_returned() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck C7, open-mmlab/mmpretrain#702: frozen stages that train", needs="a frozen parameter, weight decay or not", check="optimizer.frozen",
-       stage="optimizer", step=1, tensor="p1", green=("optimizer.plain",))
+@fault(
+    source="TrainCheck C7, open-mmlab/mmpretrain#702: frozen stages that train",
+    needs="a frozen parameter, weight decay or not",
+    check="optimizer.frozen",
+    stage="optimizer",
+    step=1,
+    tensor="p1",
+    green=("optimizer.plain",),
+)
 def frozen_parameters_are_updated() -> Names:
     """requires_grad is not looked at: noise in the buffer moves frozen parameters."""
 
@@ -140,8 +204,16 @@ def frozen_parameters_are_updated() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/Megatron-LM#656, tied weights reduced once for each name", needs="a tied parameter", check="optimizer.tied", stage="reduce", step=1,
-       tensor="p0", green=("optimizer.plain",), equivalent=((1, "a sum over one rank changes nothing"),))
+@fault(
+    source="NVIDIA/Megatron-LM#656, tied weights reduced once for each name",
+    needs="a tied parameter",
+    check="optimizer.tied",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain",),
+    equivalent=((1, "a sum over one rank changes nothing"),),
+)
 def tied_parameter_reduced_twice() -> Names:
     """Gradients are summed over ranks in place, name by name: a tensor with two names is summed twice."""
 

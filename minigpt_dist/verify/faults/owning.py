@@ -36,7 +36,9 @@ class InnerAdamZero(LessonZero):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.master.copy_(state["master"])
         self.lr = state["lr"]
-        self.inner.state[self.master] = {name: state[name].clone() for name in ("step", "exp_avg", "exp_avg_sq") if name in state}
+        self.inner.state[self.master] = {
+            name: state[name].clone() for name in ("step", "exp_avg", "exp_avg_sq") if name in state
+        }
 
 
 class FlatViewsZero(LessonZero):
@@ -59,7 +61,13 @@ class WholeParameterZero:
     """Each parameter belongs to the rank that owns the fewest elements so far; its owner keeps a master copy and sends the result."""
 
     def __init__(
-        self, module: nn.Module, world_size: int, rank: int, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+        self,
+        module: nn.Module,
+        world_size: int,
+        rank: int,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
     ) -> None:
         self.world_size, self.rank, self.module = world_size, rank, module
         self.params = [p for p in module.parameters() if p.requires_grad]
@@ -70,7 +78,9 @@ class WholeParameterZero:
             held[self.owners[i]] += self.params[i].numel()
         self.mine = {i: p.detach().float().clone() for i, p in enumerate(self.params) if self.owners[i] == rank}
         self.param_groups = [{"lr": lr}]
-        self.inner = torch.optim.AdamW(self.mine.values(), lr=lr, betas=betas, eps=eps, weight_decay=0.0) if self.mine else None
+        self.inner = (
+            torch.optim.AdamW(self.mine.values(), lr=lr, betas=betas, eps=eps, weight_decay=0.0) if self.mine else None
+        )
 
     def zero_grad(self) -> None:
         self.module.zero_grad()
@@ -87,7 +97,11 @@ class WholeParameterZero:
             self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
             self.inner.step()
         for i, p in enumerate(self.params):
-            whole = self.mine[i].to(p.dtype).contiguous() if i in self.mine else torch.empty_like(p, memory_format=torch.contiguous_format)
+            whole = (
+                self.mine[i].to(p.dtype).contiguous()
+                if i in self.mine
+                else torch.empty_like(p, memory_format=torch.contiguous_format)
+            )
             if self.world_size > 1:
                 dist.broadcast(whole, src=self.owners[i])
             p.copy_(whole)
@@ -96,7 +110,10 @@ class WholeParameterZero:
 
     def state_dict(self) -> dict[str, Any]:
         inner = self.inner.state if self.inner is not None else {}
-        moments = {str(i): {k: v.clone() for k, v in inner.get(m, {}).items()} | {"master": m.clone()} for i, m in self.mine.items()}
+        moments = {
+            str(i): {k: v.clone() for k, v in inner.get(m, {}).items()} | {"master": m.clone()}
+            for i, m in self.mine.items()
+        }
         return {"owned": moments, "lr": self.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

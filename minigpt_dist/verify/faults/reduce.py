@@ -13,8 +13,16 @@ FOUR = ("monotone_loss", "param_norms", "optimizer_bytes", "resume_bytes")
 ONE_RANK = ((1, "one rank's gradient is the mean"),)
 
 
-@fault(source="TTrace T4 (arXiv 2506.09280)", needs="gradients near Adam's eps, or moments", check="optimizer.plain", stage="reduce", step=1,
-       tensor="p0", green=FOUR, equivalent=((1, "a sum over one rank is the mean"),))
+@fault(
+    source="TTrace T4 (arXiv 2506.09280)",
+    needs="gradients near Adam's eps, or moments",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=FOUR,
+    equivalent=((1, "a sum over one rank is the mean"),),
+)
 def sum_instead_of_mean() -> Names:
     """Gradients are summed over ranks but never divided by their number; Adam hides it."""
 
@@ -25,8 +33,16 @@ def sum_instead_of_mean() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="Averaging hidden in step() after the loop has averaged (PyTorch forum, DDP with manual all-reduce)", needs="gradients near Adam's eps",
-       check="optimizer.plain", stage="reduce", step=1, tensor="p0", green=FOUR, equivalent=ONE_RANK)
+@fault(
+    source="Averaging hidden in step() after the loop has averaged (PyTorch forum, DDP with manual all-reduce)",
+    needs="gradients near Adam's eps",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=FOUR,
+    equivalent=ONE_RANK,
+)
 def averaged_twice() -> Names:
     """The mean is divided by the number of ranks once more inside step()."""
 
@@ -37,8 +53,16 @@ def averaged_twice() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/Megatron-LM#906", needs="another number of ranks than the divisor", check="optimizer.plain", stage="reduce", step=1, tensor="p0",
-       green=FOUR, equivalent=((4, "the divisor happens to be right"),))
+@fault(
+    source="NVIDIA/Megatron-LM#906",
+    needs="another number of ranks than the divisor",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=FOUR,
+    equivalent=((4, "the divisor happens to be right"),),
+)
 def divisor_from_wrong_group() -> Names:
     """The divisor is the size of another group: always 4."""
 
@@ -49,8 +73,16 @@ def divisor_from_wrong_group() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck C18 (arXiv 2506.14813)", needs="more than one rank", check="optimizer.plain", stage="reduce", step=1, tensor="p0",
-       green=("param_norms",), equivalent=ONE_RANK)
+@fault(
+    source="TrainCheck C18 (arXiv 2506.14813)",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+    equivalent=ONE_RANK,
+)
 def nothing_is_reduced() -> Names:
     """Each rank updates its slice with its own gradient."""
 
@@ -61,8 +93,16 @@ def nothing_is_reduced() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#855", needs="more than one rank", check="optimizer.plain", stage="reduce", step=1, tensor="p0",
-       green=("param_norms",), equivalent=ONE_RANK)
+@fault(
+    source="deepspeedai/DeepSpeed#855",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+    equivalent=ONE_RANK,
+)
 def engine_bypasses_the_reduction() -> Names:
     """p.grad is averaged by another route, but step() uses the copy it took before."""
 
@@ -80,8 +120,16 @@ def engine_bypasses_the_reduction() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="reduce_scatter with rank 0 as the only sender", needs="more than one rank", check="optimizer.plain", stage="reduce", step=1, tensor="p0",
-       green=("param_norms",), equivalent=ONE_RANK)
+@fault(
+    source="reduce_scatter with rank 0 as the only sender",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+    equivalent=ONE_RANK,
+)
 def only_rank_0_counts() -> Names:
     """Rank 0's gradient is broadcast in place of the sum."""
 
@@ -95,8 +143,17 @@ def only_rank_0_counts() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="loops over range(world_size - 1)", needs="more than one rank", check="optimizer.plain", stage="reduce", step=1, tensor="p0", world_size=3,
-       green=("param_norms",), equivalent=ONE_RANK)
+@fault(
+    source="loops over range(world_size - 1)",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    world_size=3,
+    green=("param_norms",),
+    equivalent=ONE_RANK,
+)
 def last_rank_left_out_of_the_sum() -> Names:
     """The sum runs over all ranks but the last, and is divided by all."""
 
@@ -112,8 +169,15 @@ def last_rank_left_out_of_the_sum() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="point-to-point reduce-scatter that starts from its own buffer", needs="more than one rank", check="optimizer.plain", stage="reduce", step=1,
-       tensor="p0", green=("param_norms",))
+@fault(
+    source="point-to-point reduce-scatter that starts from its own buffer",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def own_share_counts_twice() -> Names:
     """A rank adds its own gradient to a sum that holds it already."""
 
@@ -124,8 +188,16 @@ def own_share_counts_twice() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="dist.ReduceOp.MAX left from a loss-scale check", needs="ranks whose gradients differ", check="optimizer.plain", stage="reduce", step=1,
-       tensor="p0", green=("param_norms",), equivalent=ONE_RANK)
+@fault(
+    source="dist.ReduceOp.MAX left from a loss-scale check",
+    needs="ranks whose gradients differ",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+    equivalent=ONE_RANK,
+)
 def maximum_instead_of_mean() -> Names:
     """The element-wise maximum over ranks is taken."""
 
@@ -139,8 +211,15 @@ def maximum_instead_of_mean() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed communication_data_type, precision of the reduction", needs="gradients with more than 8 significant bits",
-       check="optimizer.plain", stage="reduce", step=1, tensor="p0", green=("param_norms", "optimizer_bytes"))
+@fault(
+    source="deepspeedai/DeepSpeed communication_data_type, precision of the reduction",
+    needs="gradients with more than 8 significant bits",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms", "optimizer_bytes"),
+)
 def gradients_travel_in_bfloat16() -> Names:
     """Gradients are reduced in bfloat16 although parameters and state are float32."""
 
@@ -151,8 +230,15 @@ def gradients_travel_in_bfloat16() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed communication_data_type, range of the reduction", needs="gradients below 6e-8", check="optimizer.plain",
-       stage="reduce", step=1, tensor="p0", green=("param_norms", "optimizer_bytes"))
+@fault(
+    source="deepspeedai/DeepSpeed communication_data_type, range of the reduction",
+    needs="gradients below 6e-8",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms", "optimizer_bytes"),
+)
 def gradients_travel_in_float16() -> Names:
     """Gradients are reduced in float16: small ones become zero."""
 
@@ -163,8 +249,16 @@ def gradients_travel_in_float16() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck C1-C3, pytorch/pytorch#84803", needs="more than the first steps", check="optimizer.long", stage="reduce", step=7, tensor="p0",
-       green=("optimizer.plain", "param_norms"), equivalent=((1, "nothing is sent"),))
+@fault(
+    source="TrainCheck C1-C3, pytorch/pytorch#84803",
+    needs="more than the first steps",
+    check="optimizer.long",
+    stage="reduce",
+    step=7,
+    tensor="p0",
+    green=("optimizer.plain", "param_norms"),
+    equivalent=((1, "nothing is sent"),),
+)
 def message_zeroed_once() -> Names:
     """One message of one step, rank 1's of step 7, arrives as zeros."""
 
@@ -176,8 +270,15 @@ def message_zeroed_once() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="overlap without waiting for the step's own reduction (NVIDIA/Megatron-LM#950)", needs="two steps", check="optimizer.plain", stage="reduce",
-       step=1, tensor="p0", green=("param_norms",))
+@fault(
+    source="overlap without waiting for the step's own reduction (NVIDIA/Megatron-LM#950)",
+    needs="two steps",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def gradients_one_step_late() -> Names:
     """The update uses the gradient whose reduction was started a step ago."""
 
@@ -190,8 +291,16 @@ def gradients_one_step_late() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#8061", needs="more than one tensor", check="optimizer.plain", stage="reduce", step=1, tensor="p0",
-       green=("optimizer.one_tensor", "param_norms"), equivalent=ONE_RANK)
+@fault(
+    source="deepspeedai/DeepSpeed#8061",
+    needs="more than one tensor",
+    check="optimizer.plain",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.one_tensor", "param_norms"),
+    equivalent=ONE_RANK,
+)
 def reduced_before_the_copy_finished() -> Names:
     """The reduction starts before the first tensor is in the bucket: for it each rank keeps its own gradient."""
 
@@ -208,8 +317,15 @@ def reduced_before_the_copy_finished() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#7805", needs="more than one bucket a step", check="optimizer.one_tensor", stage="reduce", step=1, tensor="p0",
-       green=("optimizer.tiny", "param_norms"))
+@fault(
+    source="deepspeedai/DeepSpeed#7805",
+    needs="more than one bucket a step",
+    check="optimizer.one_tensor",
+    stage="reduce",
+    step=1,
+    tensor="p0",
+    green=("optimizer.tiny", "param_norms"),
+)
 def double_buffer_index_reset() -> Names:
     """Two buckets take turns in one buffer: the first is overwritten by the second while it is in flight."""
 

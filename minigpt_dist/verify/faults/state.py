@@ -12,7 +12,15 @@ State = dict[str, Any]
 GREEN = ("optimizer.plain", "monotone_loss", "param_norms", "optimizer_bytes")
 
 
-@fault(source="deepspeedai/DeepSpeed#4396", needs="a reload soon after the start", check="optimizer.reload", stage="load", step=3, tensor="p0", green=GREEN)
+@fault(
+    source="deepspeedai/DeepSpeed#4396",
+    needs="a reload soon after the start",
+    check="optimizer.reload",
+    stage="load",
+    step=3,
+    tensor="p0",
+    green=GREEN,
+)
 def adam_step_lost() -> Names:
     """Moments are restored, the step count is not."""
 
@@ -23,7 +31,15 @@ def adam_step_lost() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck N3, and optimizers whose state hides from torch", needs="a reload", check="optimizer.reload", stage="load", step=3, tensor="p0", green=GREEN)
+@fault(
+    source="TrainCheck N3, and optimizers whose state hides from torch",
+    needs="a reload",
+    check="optimizer.reload",
+    stage="load",
+    step=3,
+    tensor="p0",
+    green=GREEN,
+)
 def state_dict_empty() -> Names:
     """state_dict() is empty, and loading it restores nothing."""
 
@@ -37,20 +53,36 @@ def state_dict_empty() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="load_state_dict that rebinds a local name", needs="a reload", check="optimizer.reload", stage="load", step=3, tensor="p0", green=GREEN)
+@fault(
+    source="load_state_dict that rebinds a local name",
+    needs="a reload",
+    check="optimizer.reload",
+    stage="load",
+    step=3,
+    tensor="p0",
+    green=GREEN,
+)
 def state_not_restored() -> Names:
     """load_state_dict() reads the state and puts it nowhere."""
 
     class Zero(LessonZero):
         def load_state_dict(self, state: State) -> None:
-            master, exp_avg, exp_avg_sq = self.master, self.exp_avg, self.exp_avg_sq
-            master, exp_avg, exp_avg_sq = state["master"], state["exp_avg"], state["exp_avg_sq"]
+            for name, tensor in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+                tensor = state[name]  # noqa: F841, PLW2901 - that this binds a name and copies nothing is the fault
             self.step_count = state["step_count"]
 
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="one of two moments forgotten", needs="a reload", check="optimizer.reload", stage="load", step=3, tensor="p0", green=GREEN)
+@fault(
+    source="one of two moments forgotten",
+    needs="a reload",
+    check="optimizer.reload",
+    stage="load",
+    step=3,
+    tensor="p0",
+    green=GREEN,
+)
 def second_moment_not_saved() -> Names:
     """exp_avg_sq is not part of the state."""
 
@@ -64,8 +96,16 @@ def second_moment_not_saved() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/apex#42", needs="a resume from another start", check="resume_bytes", stage="load", step=10, rank=0, tensor="master",
-       green=("optimizer.plain", "optimizer.reload"))
+@fault(
+    source="NVIDIA/apex#42",
+    needs="a resume from another start",
+    check="resume_bytes",
+    stage="load",
+    step=10,
+    rank=0,
+    tensor="master",
+    green=("optimizer.plain", "optimizer.reload"),
+)
 def master_made_before_the_load() -> Names:
     """The master copy is cut from the initial model and not loaded: the first step writes it over the restored weights."""
 
@@ -76,8 +116,14 @@ def master_made_before_the_load() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TensorAuto/OpenTau#185, LMResiliency and others: saved in half precision", needs="a reload", check="optimizer.reload", stage="load", step=3,
-       green=GREEN)
+@fault(
+    source="TensorAuto/OpenTau#185, LMResiliency and others: saved in half precision",
+    needs="a reload",
+    check="optimizer.reload",
+    stage="load",
+    step=3,
+    green=GREEN,
+)
 def state_saved_in_bfloat16() -> Names:
     """Moments are saved in bfloat16 to halve the file."""
 
@@ -89,7 +135,14 @@ def state_saved_in_bfloat16() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="TrainCheck C20, TensorFlow#29903", needs="a reload", check="optimizer.reload", stage="load", step=3, green=GREEN)
+@fault(
+    source="TrainCheck C20, TensorFlow#29903",
+    needs="a reload",
+    check="optimizer.reload",
+    stage="load",
+    step=3,
+    green=GREEN,
+)
 def moments_exchanged_in_the_state() -> Names:
     """exp_avg and exp_avg_sq change places on their way into the state."""
 
@@ -101,8 +154,15 @@ def moments_exchanged_in_the_state() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="counters that are added instead of set", needs="a state that is loaded twice", check="optimizer.reload_twice", stage="load", step=3, tensor="p0",
-       green=("optimizer.plain", "optimizer.reload", "resume_bytes"))
+@fault(
+    source="counters that are added instead of set",
+    needs="a state that is loaded twice",
+    check="optimizer.reload_twice",
+    stage="load",
+    step=3,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.reload", "resume_bytes"),
+)
 def step_count_added_on_load() -> Names:
     """Loading adds the saved step count to the own one."""
 
@@ -113,8 +173,15 @@ def step_count_added_on_load() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="tenstorrent/tt-metal#54320, PolymathicAI/the_well#77", needs="a learning rate that was edited before the save", check="optimizer.reload_lr",
-       stage="load", step=3, tensor="p0", green=("optimizer.plain", "optimizer.reload", "optimizer.lr_edit"))
+@fault(
+    source="tenstorrent/tt-metal#54320, PolymathicAI/the_well#77",
+    needs="a learning rate that was edited before the save",
+    check="optimizer.reload_lr",
+    stage="load",
+    step=3,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.reload", "optimizer.lr_edit"),
+)
 def restored_lr_not_applied() -> Names:
     """Options of the groups are not restored: the constructor's learning rate is used again."""
 
@@ -128,8 +195,14 @@ def restored_lr_not_applied() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="pytorch/pytorch#108869", needs="a rank that owns nothing", check="optimizer.reload_tiny", stage="load", green=("optimizer.reload", "optimizer.tiny"),
-       equivalent=((1, "every rank owns something"),))
+@fault(
+    source="pytorch/pytorch#108869",
+    needs="a rank that owns nothing",
+    check="optimizer.reload_tiny",
+    stage="load",
+    green=("optimizer.reload", "optimizer.tiny"),
+    equivalent=((1, "every rank owns something"),),
+)
 def last_rank_owns_nothing() -> Names:
     """The state of a rank whose slice is all padding has no entries, and cannot be loaded."""
 
@@ -142,8 +215,14 @@ def last_rank_owns_nothing() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/Megatron-LM#5236", needs="training on after a save", check="optimizer.snapshots", stage="save", tensor="p0",
-       green=("optimizer.plain",))
+@fault(
+    source="NVIDIA/Megatron-LM#5236",
+    needs="training on after a save",
+    check="optimizer.snapshots",
+    stage="save",
+    tensor="p0",
+    green=("optimizer.plain",),
+)
 def save_gathers_a_stale_shard() -> Names:
     """Taking the state writes a staging copy over the parameters and the master, which has not followed the last update."""
 
@@ -159,7 +238,14 @@ def save_gathers_a_stale_shard() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="state moved out to save it", needs="training on after a save", check="optimizer.snapshots", stage="save", tensor="p0", green=("optimizer.plain",))
+@fault(
+    source="state moved out to save it",
+    needs="training on after a save",
+    check="optimizer.snapshots",
+    stage="save",
+    tensor="p0",
+    green=("optimizer.plain",),
+)
 def save_consumes_the_moments() -> Names:
     """state_dict() hands over the moments and starts new ones."""
 
@@ -173,8 +259,14 @@ def save_consumes_the_moments() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="consolidation inside state_dict (ZeroRedundancyOptimizer.consolidate_state_dict) called by one rank", needs="two ranks, a reload",
-       check="optimizer.reload", stage="save", green=("optimizer.plain",), equivalent=((1, "one rank waits for nobody"),))
+@fault(
+    source="consolidation inside state_dict (ZeroRedundancyOptimizer.consolidate_state_dict) called by one rank",
+    needs="two ranks, a reload",
+    check="optimizer.reload",
+    stage="save",
+    green=("optimizer.plain",),
+    equivalent=((1, "one rank waits for nobody"),),
+)
 def state_dict_gathers_on_rank_0_only() -> Names:
     """state_dict() holds a collective that only rank 0 enters."""
 

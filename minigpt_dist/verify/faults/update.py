@@ -13,7 +13,15 @@ from minigpt_dist.verify.faults.catalogue import Names, fault
 ALIKE = ("param_norms", "optimizer_bytes")
 
 
-@fault(source="NVIDIA/Megatron-LM#5976", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0", green=ALIKE)
+@fault(
+    source="NVIDIA/Megatron-LM#5976",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=ALIKE,
+)
 def dummy_step_counts() -> Names:
     """State is made by a dummy step that already counts, so the first update is corrected as the second."""
 
@@ -26,7 +34,9 @@ def dummy_step_counts() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="counting after the update", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0")
+@fault(
+    source="counting after the update", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0"
+)
 def first_step_counts_as_zero() -> Names:
     """The counter moves after the update: 1 - beta**0 is a division by zero at the first step."""
 
@@ -43,8 +53,15 @@ def first_step_counts_as_zero() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="deepspeedai/DeepSpeed#1823", needs="a shard processed in chunks, at an early step", check="optimizer.plain", stage="optimizer", step=1,
-       tensor="p0", green=ALIKE)
+@fault(
+    source="deepspeedai/DeepSpeed#1823",
+    needs="a shard processed in chunks, at an early step",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=ALIKE,
+)
 def shared_step_counter_across_subgroups() -> Names:
     """The shard is updated in two chunks, and one shared counter moves with each: the second chunk is corrected as of a later step."""
 
@@ -64,7 +81,15 @@ def shared_step_counter_across_subgroups() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="Oneflow-Inc/oneflow#5960", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0", green=ALIKE)
+@fault(
+    source="Oneflow-Inc/oneflow#5960",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=ALIKE,
+)
 def bias_correction_default_off() -> Names:
     """The moments are used without bias correction."""
 
@@ -75,7 +100,15 @@ def bias_correction_default_off() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="Adam from scratch, one correction forgotten", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0", green=ALIKE)
+@fault(
+    source="Adam from scratch, one correction forgotten",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=ALIKE,
+)
 def second_moment_not_corrected() -> Names:
     """Only the first moment is corrected for its bias."""
 
@@ -86,8 +119,15 @@ def second_moment_not_corrected() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="PyTorch forum, Adam from scratch", needs="gradients near Adam's eps", check="optimizer.plain", stage="optimizer", step=1, tensor="p0",
-       green=ALIKE)
+@fault(
+    source="PyTorch forum, Adam from scratch",
+    needs="gradients near Adam's eps",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=ALIKE,
+)
 def eps_inside_the_root() -> Names:
     """eps is added to the second moment before the root is taken."""
 
@@ -98,8 +138,15 @@ def eps_inside_the_root() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="fused kernels with a compiled-in eps", needs="an eps other than 1e-8", check="optimizer.large_eps", stage="optimizer", step=1, tensor="p0",
-       green=("optimizer.plain", *ALIKE))
+@fault(
+    source="fused kernels with a compiled-in eps",
+    needs="an eps other than 1e-8",
+    check="optimizer.large_eps",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", *ALIKE),
+)
 def eps_option_ignored() -> Names:
     """eps is 1e-8 whatever is asked for."""
 
@@ -110,7 +157,15 @@ def eps_option_ignored() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="betas given as (beta2, beta1)", needs="two steps", check="optimizer.plain", stage="optimizer", step=2, tensor="p0", green=ALIKE)
+@fault(
+    source="betas given as (beta2, beta1)",
+    needs="two steps",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=ALIKE,
+)
 def betas_exchanged() -> Names:
     """beta1 and beta2 change places."""
 
@@ -123,8 +178,15 @@ def betas_exchanged() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="options that are accepted and dropped", needs="betas other than the defaults", check="optimizer.betas", stage="optimizer", step=2, tensor="p0",
-       green=("optimizer.plain", *ALIKE))
+@fault(
+    source="options that are accepted and dropped",
+    needs="betas other than the defaults",
+    check="optimizer.betas",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain", *ALIKE),
+)
 def betas_ignored() -> Names:
     """betas are (0.9, 0.999) whatever is asked for."""
 
@@ -136,7 +198,15 @@ def betas_ignored() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="state made inside step()", needs="two steps", check="optimizer.plain", stage="optimizer", step=2, tensor="p0", green=("param_norms",))
+@fault(
+    source="state made inside step()",
+    needs="two steps",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=("param_norms",),
+)
 def moments_forgotten_each_step() -> Names:
     """Both moments start from zero at every step."""
 
@@ -149,7 +219,14 @@ def moments_forgotten_each_step() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="zeros reused for both moments", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0")
+@fault(
+    source="zeros reused for both moments",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+)
 def moments_share_memory() -> Names:
     """exp_avg and exp_avg_sq are one tensor."""
 
@@ -161,8 +238,14 @@ def moments_share_memory() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="amsgrad left on", needs="a gradient that becomes smaller", check="optimizer.betas", stage="optimizer", tensor="p0",
-       green=("optimizer.no_memory", "param_norms"))
+@fault(
+    source="amsgrad left on",
+    needs="a gradient that becomes smaller",
+    check="optimizer.betas",
+    stage="optimizer",
+    tensor="p0",
+    green=("optimizer.no_memory", "param_norms"),
+)
 def amsgrad_always_on() -> Names:
     """The largest second moment so far is used."""
 
@@ -175,8 +258,15 @@ def amsgrad_always_on() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="gradient ascent: the sign of the update", needs="nothing", check="optimizer.plain", stage="optimizer", step=1, tensor="p0",
-       green=("param_norms",))
+@fault(
+    source="gradient ascent: the sign of the update",
+    needs="nothing",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def sign_of_the_update() -> Names:
     """The update is added instead of subtracted."""
 
@@ -187,8 +277,16 @@ def sign_of_the_update() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="linear scaling rule applied inside the optimizer", needs="more than one rank", check="optimizer.plain", stage="optimizer", step=1, tensor="p0",
-       green=("param_norms",), equivalent=((1, "a factor of one"),))
+@fault(
+    source="linear scaling rule applied inside the optimizer",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+    equivalent=((1, "a factor of one"),),
+)
 def lr_scaled_by_world_size() -> Names:
     """The learning rate is multiplied by the number of ranks."""
 
@@ -200,8 +298,15 @@ def lr_scaled_by_world_size() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="options that are accepted and dropped", needs="weight decay", check="optimizer.weight_decay", stage="optimizer", step=1, tensor="p0",
-       green=("optimizer.plain", *ALIKE))
+@fault(
+    source="options that are accepted and dropped",
+    needs="weight decay",
+    check="optimizer.weight_decay",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", *ALIKE),
+)
 def weight_decay_ignored() -> Names:
     """weight_decay has no effect."""
 
@@ -213,8 +318,15 @@ def weight_decay_ignored() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="decay in the loop and in the optimizer", needs="weight decay", check="optimizer.weight_decay", stage="optimizer", step=1, tensor="p0",
-       green=("optimizer.plain", *ALIKE))
+@fault(
+    source="decay in the loop and in the optimizer",
+    needs="weight decay",
+    check="optimizer.weight_decay",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", *ALIKE),
+)
 def weight_decay_twice() -> Names:
     """Parameters are decayed before and after the update."""
 
@@ -226,8 +338,15 @@ def weight_decay_twice() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="AdamW from scratch: p -= wd * p", needs="weight decay", check="optimizer.weight_decay", stage="optimizer", step=1, tensor="p0",
-       green=("optimizer.plain", *ALIKE))
+@fault(
+    source="AdamW from scratch: p -= wd * p",
+    needs="weight decay",
+    check="optimizer.weight_decay",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", *ALIKE),
+)
 def weight_decay_without_lr() -> Names:
     """Decay is not multiplied by the learning rate."""
 
@@ -239,8 +358,15 @@ def weight_decay_without_lr() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="decay exemption built in and not documented", needs="weight decay, a vector", check="optimizer.weight_decay", stage="optimizer", step=1,
-       tensor="p1", green=("optimizer.plain", *ALIKE))
+@fault(
+    source="decay exemption built in and not documented",
+    needs="weight decay, a vector",
+    check="optimizer.weight_decay",
+    stage="optimizer",
+    step=1,
+    tensor="p1",
+    green=("optimizer.plain", *ALIKE),
+)
 def weight_decay_spares_vectors() -> Names:
     """Biases, norms and scalars are not decayed, although nobody asked for that."""
 
@@ -253,8 +379,14 @@ def weight_decay_spares_vectors() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="NVIDIA/Model-Optimizer#2322", needs="parameters near one, small updates", check="optimizer.plain", stage="optimizer", tensor="p0",
-       green=("param_norms",))
+@fault(
+    source="NVIDIA/Model-Optimizer#2322",
+    needs="parameters near one, small updates",
+    check="optimizer.plain",
+    stage="optimizer",
+    tensor="p0",
+    green=("param_norms",),
+)
 def master_in_bfloat16() -> Names:
     """The master copy is rounded to bfloat16 after each update."""
 
@@ -266,8 +398,15 @@ def master_in_bfloat16() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="half-precision optimizer state to save memory", needs="gradients with more than 8 significant bits", check="optimizer.plain",
-       stage="optimizer", step=1, tensor="p0", green=("param_norms",))
+@fault(
+    source="half-precision optimizer state to save memory",
+    needs="gradients with more than 8 significant bits",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("param_norms",),
+)
 def moments_in_bfloat16() -> Names:
     """The moments are kept in bfloat16."""
 
@@ -281,8 +420,15 @@ def moments_in_bfloat16() -> Names:
     return {"ZeroOptimizer": Zero}
 
 
-@fault(source="an optimizer re-created when buckets are rebuilt (torch DDP rebuilds after its first backward)", needs="more than eight steps",
-       check="optimizer.long", stage="optimizer", step=9, tensor="p0", green=("optimizer.plain",))
+@fault(
+    source="an optimizer re-created when buckets are rebuilt (torch DDP rebuilds after its first backward)",
+    needs="more than eight steps",
+    check="optimizer.long",
+    stage="optimizer",
+    step=9,
+    tensor="p0",
+    green=("optimizer.plain",),
+)
 def state_dropped_at_a_rebuild() -> Names:
     """Once, after eight steps, everything is rebuilt, and moments and count start anew."""
 

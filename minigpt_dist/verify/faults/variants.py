@@ -184,7 +184,9 @@ def hooks_take_gradients_early() -> Names:
 
         def flat_grads(self) -> Tensor:
             grads = [self.taken.pop(p, p.grad) for p in self.params()]
-            return self.padded([torch.zeros_like(p) if g is None else g for p, g in zip(self.params(), grads, strict=True)])
+            return self.padded(
+                [torch.zeros_like(p) if g is None else g for p, g in zip(self.params(), grads, strict=True)]
+            )
 
     return {"ZeroOptimizer": Zero}
 
@@ -255,7 +257,16 @@ def lesson_betas() -> Names:
     """The constructor takes beta1 and beta2, and the state has the lesson's names."""
 
     class Zero(base.LessonZero):
-        def __init__(self, module: nn.Module, world_size: int, rank: int, lr: float = 1e-2, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8):
+        def __init__(
+            self,
+            module: nn.Module,
+            world_size: int,
+            rank: int,
+            lr: float = 1e-2,
+            beta1: float = 0.9,
+            beta2: float = 0.999,
+            eps: float = 1e-8,
+        ):
             super().__init__(module, world_size, rank, lr, (beta1, beta2), eps)
 
     return {"ZeroOptimizer": Zero}
@@ -335,7 +346,9 @@ def load_returns_the_manifest_too() -> Names:
 @variant
 def load_returns_states_by_rank() -> Names:
     """load_sharded returns {rank: state}."""
-    return {"load_sharded": lambda src, expected_world_size: dict(enumerate(base.load_sharded(src, expected_world_size)))}
+    return {
+        "load_sharded": lambda src, expected_world_size: dict(enumerate(base.load_sharded(src, expected_world_size)))
+    }
 
 
 @variant

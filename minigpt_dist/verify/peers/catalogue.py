@@ -33,6 +33,10 @@ class Peer:
     offers: tuple[str, ...] = ()
 
 
+def _deepspeed(stage: int, traits: Traits) -> Peer:
+    return Peer("deepspeed_zero", "ZeroStage", traits, options={"stage": stage}, needs=("deepspeed",))
+
+
 PEERS: dict[str, Peer] = {
     "torch-ddp": Peer(
         "data_parallel", "DataParallel", Traits(8, "all", settles_on_resume=True, order="buckets"), offers=("DistributedDataParallel",)
@@ -41,12 +45,9 @@ PEERS: dict[str, Peer] = {
         "data_parallel", "ZeroRedundancy", Traits(8, "whole", settles_on_resume=True, order="buckets"), offers=("ZeroOptimizer",)
     ),
     "fsdp2": Peer("fully_sharded", "FullyShard", Traits(8, "rows", sharded_parameters=True, order="units")),
-    **{
-        f"deepspeed-{stage}": Peer(
-            "deepspeed_zero", "ZeroStage", Traits(12, "flat", order=order), options={"stage": stage}, needs=("deepspeed",)
-        )
-        for stage, order in ((1, "flat"), (2, "reversed"), (3, "each"))
-    },
+    "deepspeed-1": _deepspeed(1, Traits(12, "flat", alignment=2, buffers=True, order="flat")),
+    "deepspeed-2": _deepspeed(2, Traits(12, "flat", alignment=2, buffers=True, order="reversed")),
+    "deepspeed-3": _deepspeed(3, Traits(12, "slices", buffers=True, order="each")),
 }
 
 

@@ -79,7 +79,9 @@ class EngineState:
     """The engine as the loop's optimizer. Its state is AdamW's over the fp32 slice, and that slice."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.adamw = engine, engine.optimizer.optimizer
+        self.engine, zero = engine, engine.optimizer
+        self.adamw = zero.optimizer
+        self.masters: list[Tensor] = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
 
     def zero_grad(self) -> None:
         self.engine.zero_grad()
@@ -88,7 +90,8 @@ class EngineState:
         self.engine.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "master": [p.data for g in self.adamw.param_groups for p in g["params"]]}
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups]
+        return {"master": [m.data for m in self.masters], "moments": [self.adamw.state.get(m, {}) for m in self.masters], "options": options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is left to do: the engine's own load has put the state in place."""

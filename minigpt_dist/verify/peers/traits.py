@@ -18,8 +18,9 @@ class Traits:
     """Facts of one peer.
 
     bytes_per_element: optimizer bytes an owned element costs: 8 (two fp32 moments), 12 (and an fp32 master).
-    owns: "all" (every rank, everything), "whole" (each parameter has one owner), "rows" (a block of rows of every parameter) or "flat" (a
-    slice of one vector). alignment: a flat vector is padded to a multiple of this many elements a rank. counters: does each owned parameter
+    owns: "all" (every rank, everything), "whole" (each parameter has one owner), "rows" (a block of rows of every parameter), "slices" (a
+    slice of every parameter) or "flat" (a slice of one vector). alignment: a flat vector is padded to a multiple of this many elements a
+    rank. buffers: buckets and gradient slices stay allocated, so only the tensors of the optimizer's state are counted. counters: does each owned parameter
     carry a step count? sharded_parameters: the parameter shard is itself the fp32 master and counts 4 more, padded to equal blocks.
     settles_on_resume: a fresh wrapper adds gradients in another order at its first backward than later, so its load runs one
     forward and backward first. order: how the mean gradient is added up (`replay.py`), "" where it is not known.
@@ -28,6 +29,7 @@ class Traits:
     bytes_per_element: int
     owns: str
     alignment: int = 1
+    buffers: bool = False
     counters: bool = True
     sharded_parameters: bool = False
     settles_on_resume: bool = False
@@ -45,12 +47,14 @@ def optimizer_bytes(traits: Traits, shapes: Mapping[str, Shape], world_size: int
     elif traits.owns == "rows":
         elements = [sum(_row_block(shape, world_size, rank) for shape in shapes.values()) for rank in range(world_size)]
         owned = [len(numels)] * world_size
+    elif traits.owns == "slices":
+        elements, owned = [sum(-(-numel // world_size) for numel in numels)] * world_size, [1] * world_size
     elif traits.owns == "flat":
         unit = traits.alignment * world_size
         elements = [-(-sum(numels) // unit) * traits.alignment] * world_size
         owned = [1] * world_size
     else:
-        raise ValueError(f"owns is {traits.owns!r}, but should be one of all, whole, rows, flat")
+        raise ValueError(f"owns is {traits.owns!r}, but should be one of all, whole, rows, slices, flat")
     counters = COUNTER_BYTES if traits.counters else 0
     master = 4 * sum(_row_block(shape, world_size, 0) for shape in shapes.values()) if traits.sharded_parameters else 0
     return [traits.bytes_per_element * n + counters * k + master for n, k in zip(elements, owned, strict=True)]

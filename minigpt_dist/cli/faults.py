@@ -1,0 +1,188 @@
+"""`minigpt-dist faults`: run the fault catalogue against the checks, and print who caught what, where, in how long.
+
+Owns the options and the tables. Leaves judging to `verify/matrix.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, number, seconds, whole
+from minigpt_dist.launch.client import prepare
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from minigpt_dist.verify.checks import Verdict
+    from minigpt_dist.verify.faults import Fault
+    from minigpt_dist.verify.matrix import Outcome
+
+NAME = "faults"
+HELP = "run the fault catalogue against the checks and print the kill matrix"
+DEADLINE_S = 10.0
+MARKS = {"caught": "X", "passed": ".", "not judged": "-", "not asked": " "}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="faults, or files of the catalogue (all)")
+    add("--quick", action="store_true", help="ask each fault only the check that must catch it")
+    add("--world-size", type=whole("world_size"), default=0, metavar="N", help="ranks (each fault's own)")
+    add("--grid", action="store_true", help="also print fault x check, a mark for each pair")
+    add("--list", action="store_true", help="list the faults and what each is")
+    add(
+        "--deadline",
+        type=number("deadline"),
+        default=DEADLINE_S,
+        metavar="S",
+        help=f"seconds a run may take ({DEADLINE_S:g})",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge the faults and print; 0 if all were caught as their entries promise, 1 if not."""
+    seconds("deadline", args.deadline)
+    if args.world_size < 0:
+        raise UsageError(f"world_size is {args.world_size}, but should be a whole number of at least 1")
+    if not args.list:
+        prepare()
+    from minigpt_dist.cli.report import console as new_console
+    from minigpt_dist.verify import matrix
+
+    try:
+        faults = matrix.chosen(args.names)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    console = new_console()
+    if args.list:
+        return _print_list(console, faults)
+    start = time.perf_counter()
+    judge = functools.partial(
+        matrix.judge_fault, world_size=args.world_size, quick=args.quick, deadline_s=args.deadline
+    )
+    outcomes = list(_shown(console, matrix.judge_all(faults, judge), len(faults)))
+    _print_outcomes(console, outcomes)
+    if args.grid:
+        _print_grid(console, outcomes)
+    return _print_end(
+        console, outcomes, everything=not args.names and not args.quick, took_s=time.perf_counter() - start
+    )
+
+
+def _print_list(console: Console, faults: Sequence[Fault]) -> int:
+    """Name, sentence, source, condition and check of each fault."""
+    from minigpt_dist.cli.report import table
+
+    made = table(console, "fault", "what is wrong", "shows with", "check", "reported in", left=5)
+    for fault in faults:
+        made.add_row(fault.name, fault.sentence, fault.needs, fault.check, fault.source)
+    console.print(made, markup=False)
+    return EXIT_OK
+
+
+def _shown(console: Console, outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
+    """Pass outcomes on; on a terminal, say how many are done."""
+    if not console.is_terminal:
+        yield from outcomes
+        return
+    with console.status("") as status:
+        for done, outcome in enumerate(outcomes, start=1):
+            status.update(f"{outcome.fault.name} ({done} of {total} done)")
+            yield outcome
+
+
+def _print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """A line a fault: who caught it first, what the check that ought to named, how many checks failed of those asked, seconds."""
+    from minigpt_dist.cli.report import table
+
+    made = table(
+        console, "fault", "N", "first caught by", "stage", "step", "rank", "tensor", "failed/asked", "s", "", left=1
+    )
+    for o in outcomes:
+        first = o.caught_by[0].check if o.caught_by else "nobody"
+        named = o.named
+        place = (
+            [str(x) if x is not None else "" for x in (named.stage, named.step, named.rank, named.tensor)]
+            if named
+            else [""] * 4
+        )
+        made.add_row(
+            o.fault.name,
+            str(o.world_size),
+            first,
+            *place,
+            f"{len(o.caught_by)}/{len(o.verdicts)}",
+            f"{sum(o.seconds):.1f}",
+            remark(o),
+        )
+    for column in (2, 3, 6, 9):
+        made.columns[column].justify = "left"
+    console.print(made, markup=False)
+
+
+def remark(outcome: Outcome) -> str:
+    """What is not as the entry promises; or why nothing can be seen here."""
+    fault, named = outcome.fault, outcome.named
+    if outcome.equivalent:
+        return f"equivalent here: {outcome.equivalent}" + (" - yet caught" if outcome.caught_by else "")
+    if named is None:
+        return f"SURVIVES {fault.check}" if not outcome.caught_by else f"not caught by {fault.check}, which ought to"
+    if outcome.red_greens:
+        return f"should be green: {', '.join(outcome.red_greens)}"
+    if not outcome.located:
+        wanted = [
+            f"{name} {value}"
+            for name in ("stage", "step", "rank", "tensor")
+            if (value := getattr(fault, name)) is not None
+        ]
+        return f"should be named at {', '.join(wanted)}"
+    return ""
+
+
+def _print_grid(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Fault x check, a mark each, the checks numbered from the left."""
+    from minigpt_dist.cli.report import say
+
+    asked = list(dict.fromkeys(v.check for o in outcomes for v in o.verdicts))
+    say(
+        console, "\n" + ", ".join(f"{mark} {what}" if mark.strip() else f"blank {what}" for what, mark in MARKS.items())
+    )
+    for i, name in enumerate(asked, start=1):
+        say(console, f"{i:4d} {name}")
+    width = max(len(o.fault.name) for o in outcomes)
+    for o in outcomes:
+        found = {v.check: v for v in o.verdicts}
+        say(console, f"{o.fault.name:<{width}} {''.join(_mark(found.get(name)) for name in asked)}")
+
+
+def _mark(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return MARKS["not asked"]
+    return MARKS["caught" if verdict.violations else "not judged" if verdict.not_judged else "passed"]
+
+
+def _print_end(console: Console, outcomes: Sequence[Outcome], *, everything: bool, took_s: float) -> int:
+    """How many were caught and located, which checks nobody needs; 1 if a fault survived or a promise was broken."""
+    from minigpt_dist.cli.report import say
+    from minigpt_dist.verify.matrix import unneeded
+
+    visible = [o for o in outcomes if not o.equivalent]
+    n = max(len(visible), 1)
+    killed, stages, places = (
+        (sum(bool(x) for x in xs) for xs in zip(*((o.named, o.stage_right, o.located) for o in visible), strict=True))
+        if visible
+        else (0, 0, 0)
+    )
+    if everything:
+        say(console, f"\nchecks that no fault needs: {', '.join(unneeded(outcomes)) or 'none'}")
+    say(
+        console,
+        f"\n{killed} of {len(visible)} faults caught by the check that ought to; stage right {100 * stages / n:.0f} %, "
+        f"stage, step, rank and tensor right {100 * places / n:.0f} %; {len(outcomes) - len(visible)} equivalent here; {took_s:.0f} s",
+        "bold",
+    )
+    return EXIT_OK if all(o.as_promised for o in outcomes) else EXIT_VIOLATED

@@ -1,0 +1,150 @@
+"""The kill matrix: every fault of the catalogue against the checks, so that the judge itself is judged.
+
+Owns what is asked of which fault, in which order, and what counts as caught and as located. Leaves the faults to `faults/`, the
+questions to `checks/`, and the tables to the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from minigpt_dist.verify.checks import CHECKS, Check, Verdict, put
+from minigpt_dist.verify.contract import SLOTS
+from minigpt_dist.verify.faults import FAULTS, Fault
+from minigpt_dist.verify.subject import Subject
+from minigpt_dist.verify.violation import Violation
+
+DEADLINE_S = 10.0
+FAMILIES = (
+    "corpus",
+    "model",
+    "broadcast",
+    "optimizer",
+    "ddp",
+    "checkpoint",
+)  # cheap and telling first; composed runs last
+HANGS = 2  # a fault that has been stuck so often is asked only what its entry promises
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one fault at one world size. Verdicts and seconds are in the order asked."""
+
+    fault: Fault
+    world_size: int
+    verdicts: tuple[Verdict, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def equivalent(self) -> str:
+        """Why it cannot be told from a correct implementation at this world size; "" where it can."""
+        return dict(self.fault.equivalent).get(self.world_size, "")
+
+    @property
+    def caught_by(self) -> tuple[Verdict, ...]:
+        return tuple(v for v in self.verdicts if v.violations)
+
+    @property
+    def named(self) -> Violation | None:
+        """What the check that ought to catch it said first; None if it said nothing."""
+        return next((v.violations[0] for v in self.caught_by if v.check == self.fault.check), None)
+
+    @property
+    def stage_right(self) -> bool:
+        return self.named is not None and self.named.stage == self.fault.stage
+
+    @property
+    def located(self) -> bool:
+        """Were stage, step, rank and tensor named as the entry says they are?"""
+        named, fault = self.named, self.fault
+        pairs = ((fault.step, named.step), (fault.rank, named.rank), (fault.tensor, named.tensor)) if named else ()
+        return self.stage_right and all(wanted is None or wanted == seen for wanted, seen in pairs)
+
+    @property
+    def red_greens(self) -> tuple[str, ...]:
+        """Checks that were promised to stay green and did not."""
+        return tuple(v.check for v in self.caught_by if v.check in self.fault.green)
+
+    @property
+    def as_promised(self) -> bool:
+        """Caught by the check that ought to, where it can be, and by none that was promised to stay green."""
+        return (not self.caught_by if self.equivalent else self.named is not None) and not self.red_greens
+
+
+def slots_of(fault: Fault) -> frozenset[str]:
+    """The pieces that the fault replaces."""
+    names = set(fault.names())
+    return frozenset(slot for slot, parts in SLOTS.items() if names & set(parts))
+
+
+def questions(fault: Fault, world_size: int, quick: bool) -> list[Check]:
+    """The checks to put to a fault: the one that ought to catch it; if not quick, also those promised green, and all about its pieces."""
+    if quick:
+        return [CHECKS[fault.check]]
+    promised, slots = {fault.check, *fault.green}, slots_of(fault)
+    chosen = [
+        c for c in CHECKS.values() if c.name in promised or (slots & set(c.slots) and world_size in c.world_sizes)
+    ]
+    return sorted(chosen, key=_cost)
+
+
+def _cost(check: Check) -> int:
+    family = check.name.partition(".")[0]
+    return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
+
+
+def judge_fault(fault: Fault, *, world_size: int = 0, quick: bool = False, deadline_s: float = DEADLINE_S) -> Outcome:
+    """Put the checks to one fault, on ranks of its own, at its own world size unless told another."""
+    N = world_size or fault.world_size
+    promised, verdicts, seconds = {fault.check, *fault.green}, [], []
+    with Subject(f"fault:{fault.name}", deadline_s=deadline_s) as subject:
+        for check in questions(fault, N, quick):
+            if sum(map(_stuck, verdicts)) >= HANGS and check.name not in promised:
+                continue
+            start = time.perf_counter()
+            verdicts.append(_put(check, subject, N))
+            seconds.append(time.perf_counter() - start)
+    return Outcome(fault, N, tuple(verdicts), tuple(seconds))
+
+
+def _put(check: Check, subject: Subject, world_size: int) -> Verdict:
+    """Ask one check. Where a fault breaks the judge itself, that is the judge's fault, and no catch."""
+    try:
+        return put(check, subject, world_size)
+    except Exception as error:
+        return Verdict(check.name, world_size, not_judged=f"the judge broke: {type(error).__name__}: {error}")
+
+
+def _stuck(verdict: Verdict) -> bool:
+    return any(v.observed.startswith("stuck") for v in verdict.violations)
+
+
+def judge_all(faults: Iterable[Fault], judge: Callable[[Fault], Outcome], workers: int = 0) -> Iterator[Outcome]:
+    """One outcome a fault, in the order given, several at a time: a stuck one waits for its deadline while others use the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers or cores + 1) as pool:
+        yield from pool.map(judge, faults)
+
+
+def chosen(names: Iterable[str]) -> list[Fault]:
+    """The faults named, by their own name or that of their file; all for none. ValueError for a name that is neither."""
+    wanted = list(names)
+    for name in wanted:
+        if not any(name in (f.name, f.file) for f in FAULTS.values()):
+            files = dict.fromkeys(f.file for f in FAULTS.values())
+            raise ValueError(
+                f"fault is {name!r}, but should be a fault's name, or one of its files: {', '.join(files)}"
+            )
+    return [f for f in FAULTS.values() if not wanted or f.name in wanted or f.file in wanted]
+
+
+def unneeded(outcomes: Iterable[Outcome]) -> list[str]:
+    """Checks that no fault needs: no fault names them as the check that must fail, and none is caught by them alone."""
+    outcomes = list(outcomes)
+    needed = {o.fault.check for o in outcomes}
+    needed |= {o.caught_by[0].check for o in outcomes if len(o.caught_by) == 1}
+    return [name for name in CHECKS if name not in needed]
