@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from minigpt_dist.launch import World, run_world
+from minigpt_dist.launch import DeadlineExceeded, LaunchError, World, run_world
 from minigpt_dist.verify.contract import OURS
 from minigpt_dist.verify.peers import Traits, traits_of
 
 DEADLINE_S = 60.0
+QUESTION_DEADLINE_S = 30.0  # for one short question: 0.05 s seen idle, 3 s with five times as many busy processes as cores
+PATIENCE = 4  # stuck runs after which an implementation is not run any more
 
 
 class NotJudged(Exception):  # noqa: N818  # an outcome beside passed and failed, not an error
@@ -33,6 +35,7 @@ class Subject:
     slots: tuple[str, ...] = ()
     deadline_s: float = DEADLINE_S
     _evidence: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _stuck: int = 0
     _worlds: dict[int, World] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> Subject:
@@ -71,9 +74,21 @@ class Subject:
     def ask(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """`body(spec, slots, *args)` on ranks kept alive between questions (a few milliseconds); new ones after a failure."""
         if world_size not in self._worlds:
-            self._worlds[world_size] = World(world_size, deadline_s=self.deadline_s)
-        return self._worlds[world_size].run(body, self.spec, list(self.slots), *args)
+            self._worlds[world_size] = World(world_size, deadline_s=min(self.deadline_s, QUESTION_DEADLINE_S))
+        return self._within_patience(lambda: self._worlds[world_size].run(body, self.spec, list(self.slots), *args))
 
     def run(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """`body(spec, slots, *args)` on `world_size` fresh processes."""
-        return run_world(body, world_size, self.spec, list(self.slots), *args, deadline_s=self.deadline_s)
+        return self._within_patience(
+            lambda: run_world(body, world_size, self.spec, list(self.slots), *args, deadline_s=self.deadline_s)
+        )
+
+    def _within_patience(self, attempt: Callable[[], list[Any]]) -> list[Any]:
+        """Run `attempt`, unless so many runs got stuck already that more of them would only cost a deadline each."""
+        if self._stuck >= PATIENCE:
+            raise LaunchError(f"not run, because {PATIENCE} earlier runs of this implementation got stuck")
+        try:
+            return attempt()
+        except DeadlineExceeded:
+            self._stuck += 1
+            raise

@@ -23,12 +23,15 @@ ALONE = ((1, "there is nobody to pair with"),)
     equivalent=(*ALONE, (2, "all ranks are members")),
 )
 def subgroup_created_only_by_members() -> Names:
-    """Only its two members create a group, although creating a group is collective over the world."""
+    """Only its two members create a group: from then on ranks count groups differently, and the next one never comes together."""
 
     class Zero(LessonZero):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self.pair = dist.new_group([0, 1]) if self.world_size > 2 and self.rank < 2 else None
+            if self.world_size > 2 and self.rank < 2:
+                dist.new_group([0, 1])
+            if self.world_size > 1:
+                self.everyone = dist.new_group(list(range(self.world_size)))
 
     return {"ZeroOptimizer": Zero}
 

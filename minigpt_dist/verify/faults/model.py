@@ -150,19 +150,6 @@ def head_tied_by_mistake() -> Names:
     return {"MiniGPT": Model}
 
 
-@fault(source="bias=True, torch's default", needs="a count of parameters", **_WRONG)
-def biases_in_the_projections() -> Names:
-    """qkv has a bias."""
-
-    class Model(MiniGPT):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            for block in self.blocks:
-                block.attn.qkv = nn.Linear(block.attn.qkv.in_features, block.attn.qkv.out_features)
-
-    return {"MiniGPT": Model}
-
-
 @fault(source="positions forgotten", needs="a constant sequence", **_WRONG)
 def positions_not_embedded() -> Names:
     """The position embedding is there and never added."""

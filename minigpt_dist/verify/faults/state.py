@@ -68,7 +68,7 @@ def state_not_restored() -> Names:
     class Zero(LessonZero):
         def load_state_dict(self, state: State) -> None:
             for name, tensor in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
-                tensor = state[name]  # noqa: F841, PLW2901 - that this binds a name and copies nothing is the fault
+                tensor = state[name]  # noqa: F841 - that this binds a name and copies nothing is the fault
             self.step_count = state["step_count"]
 
     return {"ZeroOptimizer": Zero}
