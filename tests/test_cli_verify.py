@@ -45,11 +45,11 @@ def test_wrong_code_fails_with_the_place_and_a_line_that_replays_it(
 
 
 def test_code_that_cannot_be_imported_is_one_violation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "broken.py").write_text("import json.no_such_part\n")
     assert main(["verify", "--impl", str(tmp_path / "broken.py")]) == 1
     out = capsys.readouterr().out
     assert out.count("but should be") == 1
-    assert "the import is ModuleNotFoundError: No module named 'no_such_module', but should be free of errors" in out
+    assert "the import is ModuleNotFoundError: No module named 'json.no_such_part'; 'json' is not a package, but should be free of errors" in out
 
 
 def test_code_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

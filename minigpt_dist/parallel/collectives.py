@@ -43,12 +43,14 @@ def all_reduce_sum(tensor: Tensor, group: Group = None) -> Tensor:
     return tensor
 
 
-def reduce_scatter_sum(flat: Tensor, bounds: Sequence[int], group: Group = None) -> Tensor:
-    """This rank's slice of the sum of `flat` over ranks: a new tensor of bounds[rank+1] - bounds[rank] elements.
+def reduce_scatter_sum(flat: Tensor, bounds: Sequence[int], group: Group = None, inbox: Tensor | None = None) -> Tensor:
+    """This rank's slice of the sum of `flat` over ranks: bounds[rank+1] - bounds[rank] elements, none of them in `flat`.
 
     Args:
         flat: 1-D, the same length on all ranks, not modified.
         bounds: N+1 cuts, non-decreasing, from 0 to flat.numel(); rank r owns [bounds[r], bounds[r+1]).
+        inbox: memory to receive into, and of which the result may be a part: 1-D, N times as long as the result, of
+            flat's dtype. Default: new memory.
 
     One `all_to_all_single`, then a sum in rank order ((g0+g1)+g2)+...: N-1 slices leave and arrive, half of what
     gloo's reduce_scatter_tensor moves (it is an all_reduce inside), and no bit depends on where the cuts are.
@@ -58,7 +60,7 @@ def reduce_scatter_sum(flat: Tensor, bounds: Sequence[int], group: Group = None)
     if N == 1:
         return flat[bounds[0] : bounds[1]].clone()
     sizes = [bounds[r + 1] - bounds[r] for r in range(N)]
-    received = torch.empty(N * mine, dtype=flat.dtype, device=flat.device)
+    received = torch.empty(N * mine, dtype=flat.dtype, device=flat.device) if inbox is None else inbox
     if min(sizes) == max(sizes):  # no split lists: the backend takes its cheaper path
         dist.all_to_all_single(received, flat, group=group)
     else:

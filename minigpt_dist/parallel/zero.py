@@ -70,7 +70,11 @@ class _Shard:
         return (torch.signbit(firsts) & (firsts == 0)).tolist()
 
     def reduce(self, divisor: int, group: Group) -> Tensor:
-        """The mean gradient of this rank's slice, in the master's dtype; -0.0 over parameters no rank has used."""
+        """The mean gradient of this rank's slice, in the master's dtype; -0.0 over parameters no rank has used.
+
+        From here to `gather` the parameters are only in their owners' master copies: their own memory receives what other
+        ranks send, so that a step needs no third buffer of the model's size.
+        """
         used = self._used_here()
         if self.accumulator is not None:
             source = self.accumulator
@@ -78,7 +82,8 @@ class _Shard:
             self.flat.collect()
             source = self.flat.grad.to(self.master.dtype)
         self.flat.mark_absent(source, used, -0.0)
-        total = reduce_scatter_sum(source, self.flat.bounds, group)
+        inbox = self.flat.data if self.flat.data.dtype == source.dtype else None
+        total = reduce_scatter_sum(source, self.flat.bounds, group, inbox)
         self.flat.mark_absent(source, used, 0.0)  # a later backward without zero_grad adds to zeros again
         return total.div_(divisor).to(self.master.dtype)
 
@@ -252,13 +257,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._adopt_new_parameters()
         for shard in self.shards:
             shard.flat.check_views()
+            shard.adopt_loaded_parameters()
         self.fold()
         divisor = self.world_size * max(self.micro_batches, 1)
         grads = [shard.reduce(divisor, self.group) for shard in self.shards]
         self._clip(grads)
         group_of = {p: g for g in self.param_groups for p in g["params"]}
         for shard, grad in zip(self.shards, grads, strict=True):
-            shard.adopt_loaded_parameters()
             shard.update(grad, group_of)
             shard.gather(self.group)
         return loss

@@ -1,41 +1,50 @@
 """Which part of a step to blame when a run ends in an error instead of evidence.
 
-Owns the reading of tracebacks and of the calls that ranks are stuck in. Leaves the message to `checks/registry.py`.
+Owns the reading of stacks and of the calls that ranks are stuck in or died in. Leaves the message to `checks/registry.py`.
 """
 
 from __future__ import annotations
 
 import re
 
-from minigpt_dist.launch import DeadlineExceeded, RankError
+from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
 
-# The judge's own lines that call into an implementation, and the stage that each is.
+# What a stack shows of the judge's own calls, and the stage that each is; the first that fits counts.
+_FRAMES = (
+    (r"in load_state_dict|\.load_state_dict\(|in load_sharded|in restore_state", "load"),
+    (r"in state_dict|\.state_dict\(\)|in save_sharded|in capture", "save"),
+    (r"in broadcast_parameters", "broadcast"),
+    (r"\.backward\(|in backward", "backward"),
+)
+# Names of collectives, and what they are mostly called for. In one step a gather follows a reduction: a rank that waits in a gather
+# while another waits in a reduction is the one behind.
 _CALLS = (
-    (r"\.load_state_dict\(|load_sharded|pieces\.load\(", "load"),
-    (r"\.state_dict\(\)|save_sharded|pieces\.save\(|in capture", "save"),
-    (r"in load_state_dict", "load"),
-    (r"in state_dict", "save"),
-    (r"broadcast_parameters|in broadcast", "broadcast"),
-    (r"loss\.backward\(", "backward"),
+    (r"new_group|init_process_group", "launch"),
+    (r"all_gather\w*|_all_gather_base", "gather"),
+    (r"all_reduce\w*|reduce\w*|_reduce_scatter_base|all_to_all\w*|broadcast|barrier", "reduce"),
 )
-_COMMUNICATION = (
-    (("reduce_scatter", "all_reduce", "all_to_all", "reduce"), "reduce"),
-    (("all_gather", "_all_gather_base"), "gather"),
-    (("gather_object", "barrier", "monitored_barrier"), "save"),
-)
+_OF_A_STEP = ("optimizer", "reduce", "gather", "memory")
 
 
-def stage_of(error: Exception, default: str) -> str:
-    """The stage in which a run broke: where the traceback shows it, or by the communication that ranks wait in; else `default`."""
-    if isinstance(error, RankError):
-        return next((stage for pattern, stage in _CALLS if re.search(pattern, error.traceback)), default)
-    if isinstance(error, DeadlineExceeded) and default in ("optimizer", "gather", "memory"):
-        stacks = "\n".join(error.stacks.values())
+def stage_of(error: LaunchError, default: str) -> str:
+    """The stage in which a run broke: by the frames of its stacks, or by the communication it broke in; `default` if neither tells."""
+    stacks, calls = _evidence(error)
+    for pattern, stage in _FRAMES:
+        if re.search(pattern, stacks):
+            return stage
+    if default in _OF_A_STEP:
         for pattern, stage in _CALLS:
-            if re.search(pattern, stacks):
-                return stage
-        calls = [call for _, call, _ in error.waiting]
-        for names, stage in _COMMUNICATION:
-            if any(call.startswith(name) for call in calls for name in names):
+            if any(re.fullmatch(pattern, call) for call in calls):
                 return stage
     return default
+
+
+def _evidence(error: LaunchError) -> tuple[str, list[str]]:
+    """(stacks as text, names of the communication calls in question)."""
+    if isinstance(error, RankError):
+        return error.traceback, []
+    if isinstance(error, DeadlineExceeded):
+        return "\n".join(error.stacks.values()), [call for _, call, _ in error.waiting]
+    if isinstance(error, RankDied):
+        return str(error), re.findall(r"its last collective: (\w+)", str(error))
+    return "", []

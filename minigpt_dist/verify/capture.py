@@ -18,9 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-# The kinds of tensor in the order in which a step makes them. `grads` is what backward itself gave, added over micro-batches, before any
-# hook of the implementation; `asked` is a second answer of state_dict(), where it is not the first; `held` is p.grad when step() is called. `saved` and `kept` surround a save: the state handed to it,
-# and what the rank holds afterwards. `loaded` is what came back from disk, `resumed` what the rank holds once it is restored.
+# The kinds of tensor in the order in which a step makes them. `grads` is what backward itself gave, added over
+# micro-batches, before any hook of the implementation; `held` is p.grad when step() is called; `asked` is a second answer
+# of state_dict(), where it is not the first. `saved` and `kept` surround a save: the state handed to it, and what the rank
+# holds afterwards. `loaded` is what came back from disk, `resumed` what the rank holds once it is restored.
 KINDS = (
     "corpus",
     "loaded",
@@ -153,12 +154,10 @@ class Capture:
         )
 
     def _close(self, step: int, model: nn.Module, optimizer: Any) -> None:
-        first, second = ({n: copied(t) for n, t in state_of(optimizer).items()} for _ in range(2))
-        self.note("state", first)
-        if any(
-            n not in second or not torch.equal(t, second[n]) and not bool(t.isnan().any()) for n, t in first.items()
-        ):
-            self.note("asked", second)
+        self.note("state", state_of(optimizer))
+        again = state_of(optimizer)
+        if any(_moved(t, again.get(name)) for name, t in self._next.get("state").items()):
+            self.note("asked", again)
         self.note("params", named_tensors(model))
         self._next.step = step
         order = [kind for kind in KINDS if kind in self._next.parts]
@@ -169,6 +168,11 @@ class Capture:
         self.shots.append(self._next)
         self._next = Shot(step + 1, self.rank)
         self.watch(model)
+
+
+def _moved(before: Tensor, after: Tensor | None) -> bool:
+    """Is it gone, or other than before? NaN counts as itself."""
+    return after is None or not torch.equal(torch.nan_to_num(before), torch.nan_to_num(copied(after)))
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ def composed_body(spec: str, slots: list[str], config: dict[str, Any], folder: s
     final = worker.recorder.parameters()
     result["final"] = {name: tensor_bytes(p) for name, p in final.items()}
     result["shapes"] = {name: list(p.shape) for name, p in final.items()}
-    result["state"] = held(t for _, t in leaves(worker.recorder.optimizer.state_dict()) if isinstance(t, Tensor)) if known else 0
+    result["state"] = (
+        held(t for _, t in leaves(worker.recorder.optimizer.state_dict()) if isinstance(t, Tensor)) if known else 0
+    )
     return result
 
 

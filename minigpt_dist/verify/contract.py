@@ -132,7 +132,9 @@ def load_module(spec: str) -> ModuleType:
     except ModuleNotFoundError:  # of a.b, where there is no a
         known = False
     if not known:
-        raise ValueError(f"implementation is {spec!r}, but should be a module, a path, fault:NAME, variant:NAME or peer:NAME")
+        raise ValueError(
+            f"implementation is {spec!r}, but should be a module, a path, fault:NAME, variant:NAME or peer:NAME"
+        )
     return importlib.import_module(spec)
 
 

@@ -6,6 +6,7 @@ Owns the record and its words, and comparing by bits. Leaves the stage and the c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 import torch
@@ -13,15 +14,16 @@ from torch import Tensor
 
 from minigpt_dist.trace import tensor_bytes
 
-_UNSIGNED = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32, 8: numpy.uint64}
+Bits = numpy.ndarray[Any, numpy.dtype[numpy.unsignedinteger[Any]]]
 
 
 @dataclass(frozen=True)
 class Difference:
     """The first difference of a run: at `step` on `rank`, in `stage` of the step, in `element` (row-major) of `tensor`.
 
-    observed, expected: values in decimal; *_bits: the same as hexadecimal bits. count of numel elements differ; max_ulp: the largest distance
-    in representable numbers, None where that means nothing. cause: a guess, "" where the difference has no known shape.
+    observed, expected: values in decimal; *_bits: the same as hexadecimal bits. count of numel elements differ; max_ulp:
+    the largest distance in representable numbers, None where that means nothing. cause: a guess, "" where the difference
+    has no known shape.
     """
 
     step: int
@@ -62,9 +64,14 @@ class Difference:
         return "\n".join(lines)
 
 
-def _bits(tensor: Tensor) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.unsignedinteger]]:
+def _bits(tensor: Tensor) -> Bits:
     """The elements as unsigned whole numbers, (numel,)."""
-    return numpy.frombuffer(tensor_bytes(tensor), dtype=_UNSIGNED[tensor.element_size()])
+    bits: Bits = numpy.frombuffer(tensor_bytes(tensor), dtype=f"u{tensor.element_size()}")
+    return bits
+
+
+def _hexadecimal(element: Tensor) -> str:
+    return f"0x{int(_bits(element)[0]):0{2 * element.element_size()}x}"
 
 
 def bits_differ(a: Tensor, b: Tensor) -> Tensor | None:
@@ -74,14 +81,21 @@ def bits_differ(a: Tensor, b: Tensor) -> Tensor | None:
     return torch.from_numpy(_bits(a) != _bits(b)).view(a.shape)
 
 
+def differs(a: Tensor, b: Tensor) -> bool:
+    """Is any bit, or the shape or the type, different?"""
+    wrong = bits_differ(a, b)
+    return wrong is None or bool(wrong.any())
+
+
 def max_ulp(a: Tensor, b: Tensor) -> int | None:
     """The largest distance between elements in representable numbers; None for whole numbers, or where one is NaN."""
     if not a.is_floating_point() or not a.numel() or bool(a.isnan().any() or b.isnan().any()):
         return None
 
-    def ordered(t: Tensor) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.unsignedinteger]]:
+    def ordered(t: Tensor) -> Bits:
         """Bits such that a larger value has a larger number: negatives reversed, below the others."""
-        bits, top = _bits(t), _UNSIGNED[t.element_size()](1 << (8 * t.element_size() - 1))
+        bits = _bits(t)
+        top = numpy.array(1 << (8 * t.element_size() - 1), dtype=bits.dtype)
         return numpy.where(bits & top, ~bits, bits | top)
 
     left, right = ordered(a), ordered(b)
@@ -95,22 +109,21 @@ def difference(
     if wrong is None:
         wrong = bits_differ(seen, wanted)
     if wrong is None:
-        what = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (seen, wanted))
-        return Difference(step, rank, stage, tensor, 0, *what, cause="another shape or type")
+        one, other = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (seen, wanted))
+        return Difference(step, rank, stage, tensor, 0, one, other, cause="another shape or type")
     flat, at = wrong.flatten(), int(wrong.flatten().nonzero()[0])
-    one, other = seen.flatten()[at : at + 1], wanted.flatten()[at : at + 1]
-    digits = 2 * seen.element_size()
+    a, b = seen.flatten()[at : at + 1], wanted.flatten()[at : at + 1]
     return Difference(
         step,
         rank,
         stage,
         tensor,
         at,
-        repr(one.item()),
-        repr(other.item()),
-        f"0x{int(_bits(one)[0]):0{digits}x}",
-        f"0x{int(_bits(other)[0]):0{digits}x}",
-        int(flat.sum()),
-        flat.numel(),
-        max_ulp(seen.flatten()[flat], wanted.flatten()[flat]),
+        repr(a.item()),
+        repr(b.item()),
+        _hexadecimal(a),
+        _hexadecimal(b),
+        count=int(flat.sum()),
+        numel=flat.numel(),
+        max_ulp=max_ulp(seen.flatten()[flat], wanted.flatten()[flat]),
     )

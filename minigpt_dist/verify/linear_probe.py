@@ -28,7 +28,7 @@ class LinearModel(nn.Module):
         super().__init__()
         self.params = nn.ParameterList()
         for i, shape in enumerate(s.shapes):
-            value = initial_value(seed, i, shape).to(getattr(torch, s.dtype))
+            value = initial_value(seed, i, shape).to(s.dtype_of(i))
             if s.transposed and len(shape) == 2:
                 value = value.t().contiguous().t()
             self.params.append(nn.Parameter(value, requires_grad=i not in s.frozen))

@@ -26,7 +26,9 @@ def entry_of(path: Path) -> Path:
     entries = [path / name for name in ENTRIES if (path / name).is_file()]
     single = sorted(path.glob("*.py"))
     if not entries and len(single) != 1:
-        raise ValueError(f"folder {str(path)!r} has none of {', '.join(ENTRIES)}, but should have one, or a single .py file")
+        raise ValueError(
+            f"folder {str(path)!r} has none of {', '.join(ENTRIES)}, but should have one, or a single .py file"
+        )
     return entries[0] if entries else single[0]
 
 
@@ -45,7 +47,12 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
             return _execute(entry), stood_in
         except ModuleNotFoundError as error:
             missing = (error.name or "").split(".")[0]
-            if not missing or missing == "submission" or len(stood_in) >= MAX_STAND_INS or (error.name or "") in stood_in:
+            if (
+                not missing
+                or missing == "submission"
+                or len(stood_in) >= MAX_STAND_INS
+                or (error.name or "") in stood_in
+            ):
                 raise
             stood_in.append(error.name or "")
             _stand_in(error.name or "")

@@ -1,8 +1,8 @@
-"""The first difference of a run from what it should be: step, rank, stage, tensor, element, values, and a guess at the cause.
+"""The first difference of a run from what it should be: step, rank, stage, tensor, element, values, a guess at the cause.
 
-Owns `locate`, over two things to hold a run against: another run, bit for bit, or what one process works out step by step from the run's own
-parameters and gradients (`locate_oracle.py`), within that oracle's bounds. Leaves running to `locate_run.py` and the blame for a wrong update to
-`locate_step.py`.
+Owns `locate`, over two things to hold a run against: another run, bit for bit, or what one process works out step by step
+from the run's own parameters and gradients (`locate_oracle.py`), within that oracle's bounds. Leaves running to
+`locate_run.py` and the blame for a wrong update to `locate_blame.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from minigpt_dist.verify.capture import KINDS, Shot
-from minigpt_dist.verify.difference import Difference, bits_differ, difference
+from minigpt_dist.verify.difference import Difference, bits_differ, difference, differs
 from minigpt_dist.verify.locate_cause import shape_of
-from minigpt_dist.verify.locate_oracle import UNIT, Names, even_owner
+from minigpt_dist.verify.locate_checkpoint import after_resume, after_save
+from minigpt_dist.verify.locate_oracle import UNIT, Names
 from minigpt_dist.verify.locate_run import Recomputed, Run
 from minigpt_dist.verify.locate_state import in_order, kind_of_state
 from minigpt_dist.verify.locate_step import Steps
 
-# Logits and gradients of the same code at the same parameters in two processes: measured 0.0 apart over all correct runs. The bound leaves room
-# for a wrapper that orders its additions otherwise: this many rounding units of the largest value in the tensor.
+# Logits and gradients of the same code at the same parameters in two processes: measured 0.0 apart over all correct runs.
+# The bound leaves room for a wrapper that adds in another order: rounding units of the largest value in the tensor.
 FORWARD_UNITS = 256
 STAGE_OF = {
     "corpus": "data",
@@ -154,12 +155,6 @@ def _blamed(
     return found
 
 
-def differs(a: Tensor, b: Tensor) -> bool:
-    """Is any bit, or the shape or the type, different?"""
-    wrong = bits_differ(a, b)
-    return wrong is None or bool(wrong.any())
-
-
 def by_oracle(run: Run, oracle: Recomputed) -> Difference | None:
     """The first thing beyond the oracle's bounds; then what a checkpoint changed."""
     return next(_all_by_oracle(run, oracle), None)
@@ -167,7 +162,7 @@ def by_oracle(run: Run, oracle: Recomputed) -> Difference | None:
 
 def _all_by_oracle(run: Run, oracle: Recomputed) -> Iterator[Difference]:
     yield from _start(run, oracle)
-    updates = dict(Steps(run).wrong_updates(until=run.steps[-1]))
+    updates = dict(Steps(run, oracle.dtype).wrong_updates(until=run.steps[-1]))
     for step in run.steps[1:]:
         for kind in ("inputs", "targets", "logits", "loss", "grads"):
             for rank in run.ranks:
@@ -175,8 +170,8 @@ def _all_by_oracle(run: Run, oracle: Recomputed) -> Iterator[Difference]:
         if step in updates:
             yield updates[step]
         for rank in run.ranks:
-            yield from _after_save(run.shots[step, rank])
-    yield from _resume(run)
+            yield from after_save(run.shots[step, rank])
+    yield from after_resume(run)
 
 
 def _start(run: Run, oracle: Recomputed) -> Iterator[Difference]:
@@ -227,46 +222,3 @@ def _stale(run: Run, kind: str, step: int, rank: int, name: str, wrong: Tensor |
     if before.shape != now.shape:
         return ""
     return shape_of(now.double().flatten(), now.double().flatten(), wrong.flatten(), before.double().flatten(), owner)
-
-
-def _after_save(shot: Shot) -> Iterator[Difference]:
-    """Asking for the state changes nothing; a save gets the state that the rank holds, and changes nothing of it."""
-    for name, seen in shot.get("asked").items():
-        first = shot.get("state").get(name)
-        if first is not None and differs(seen, first):
-            found = difference(shot.step, shot.rank, "save", name, seen, first)
-            yield found.because("state_dict() asked twice gives two answers: asking changes the state")
-    held = {
-        **{f"optimizer.{n}": t for n, t in shot.get("state").items()},
-        **{f"model.{n}": t for n, t in shot.get("params").items()},
-    }
-    for kind, words in (
-        ("saved", "the state handed to the save is not the one held"),
-        ("kept", "the save changed what the rank holds"),
-    ):
-        for name, seen in shot.get(kind).items():
-            if name in held and differs(seen, held[name]):
-                yield difference(shot.step, shot.rank, "save", name, seen, held[name]).because(words)
-
-
-def _resume(run: Run) -> Iterator[Difference]:
-    """What came from disk is what was saved, is what the rank then holds, and leads to the same bytes as the unbroken run."""
-    for (step, rank), shot in sorted(run.resumed.items()):
-        whole = run.shots[step, rank]
-        for kind, wanted, stage, words in (
-            ("loaded", whole.get("saved"), "load", "what is read back is not what was saved"),
-            ("resumed", shot.get("loaded"), "load", "what was read is not what the rank holds after loading"),
-            ("state", whole.get("state"), "load", "the optimizer's state is not the unbroken run's"),
-            ("params", whole.get("params"), "load", "the resumed run leaves the unbroken one"),
-        ):
-            for name, seen in shot.get(kind).items():
-                if name in wanted and differs(seen, wanted[name]):
-                    yield difference(step, rank, stage, name, seen, wanted[name]).because(words)
-            if shot.get(kind):
-                for name in wanted:
-                    if (
-                        name not in shot.get(kind)
-                        and name.startswith(("optimizer.", "model."))
-                        and kind in ("loaded", "resumed")
-                    ):
-                        yield Difference(step, rank, stage, name, 0, cause="it is missing")

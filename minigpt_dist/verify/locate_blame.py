@@ -1,7 +1,7 @@
 """Which stage to blame for a wrong update: backward, reduce, optimizer, gather or save; and for what.
 
-Owns the order of questions asked of one step whose parameters are beyond the oracle's bound. What the optimizer's state shows, gradients
-left in p.grad and known mistakes tell the stage and the cause; none of them decides that the step is wrong.
+Owns the order of questions asked of one step whose parameters are beyond the oracle's bound. What the optimizer's state
+shows, gradients left in p.grad and known mistakes tell the stage and the cause; none of them decides that it is wrong.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ HELD_REL = 1e-5  # of a gradient accumulated in float32 over a few micro-batches
 class WrongStep:
     """One step of all ranks, with what it should have given.
 
-    shots, earlier: each rank's, after and before the step. initial: after step 0. seen, wrong: (P,) of each rank, parameters and which of them
-    are out of bounds. local: each rank's own gradient. means: the mean gradients of all steps, this one last. owner: (P,).
+    shots, earlier: each rank's, after and before the step. initial: at the start of the run. seen, wrong: (P,) of each rank,
+    parameters and which of them are out of bounds. local: each rank's own gradient. means: the mean gradients of all
+    steps, this one last. owner: (P,).
     """
 
     config: TrainConfig
@@ -120,7 +121,7 @@ class WrongStep:
 
     def _mean(self) -> Answer:
         """A known wrong way to average, put through the right update."""
-        if self._coverage("first").right:
+        if self._coverage("first").right or coarse(self.shots[0].get("state"), "first"):
             return None
         cause = best_match(self.seen, self._wrong_means(), self.any_wrong, self.owner)
         return ("reduce", cause) if cause else None

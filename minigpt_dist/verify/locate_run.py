@@ -107,11 +107,15 @@ class ObservedWorker(Worker):
 
 @dataclass
 class Recomputed:
-    """What one process gives, with the implementation's model and the judge's data: `initial` parameters of rank 0's seed, and for each (step, rank)
-    logits, losses and gradients at what that rank held before the step."""
+    """What one process gives, with the implementation's model and the judge's data.
+
+    initial: parameters of rank 0's seed. parts: (step, rank) -> logits, losses and gradients at what that rank held before
+    the step. dtype: the rounding that is allowed, if it is not that of the configuration.
+    """
 
     initial: dict[str, Tensor]
     parts: dict[tuple[int, int], Parts]
+    dtype: str | None = None
 
 
 def captured(pieces: Pieces, config: TrainConfig, folder: Path, rank: int, resume: bool = False) -> list[Shot]:

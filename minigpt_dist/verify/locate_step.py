@@ -1,7 +1,7 @@
 """The updates of a run, each held on its own against what its own gradients give.
 
-Owns the verdict on a step: parameters within the oracle's bound, the same bits on every rank, first moments that hold the mean. Leaves the blame to
-`locate_blame.py`.
+Owns the verdict on a step: parameters within the oracle's bound, the same bits on every rank, first moments that hold the
+mean. Leaves the blame to `locate_blame.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from minigpt_dist.verify.difference import Difference, bits_differ, difference
 from minigpt_dist.verify.locate_blame import WrongStep
 from minigpt_dist.verify.locate_oracle import Names, Target, Teacher, even_owner
 from minigpt_dist.verify.locate_run import Run
-from minigpt_dist.verify.locate_state import leaves_of_kind, start_of
+from minigpt_dist.verify.locate_state import coarse, leaves_of_kind, start_of
 
 ONLY_BITS = "right within rounding, but not the same on every rank: what the owner has does not reach everyone"
 
 
 class Steps:
-    """The updates of one run. ValueError for a dtype that the oracle cannot judge."""
+    """The updates of one run. `dtype`: whose rounding is allowed (default: the run's). ValueError if the oracle has none for it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, dtype: str | None = None) -> None:
         self.run, self.start = run, run.steps[0]
         first = run.shots[self.start + 1, 0].get("grads") if (self.start + 1, 0) in run.shots else {}
         self.names = Names({n: t for n, t in run.shots[self.start, 0].get("params").items() if n in first})
         self.owner = even_owner(self.names.numel, run.config.world_size)
-        self.teacher = Teacher(run.config, self.names.numel)
+        self.teacher = Teacher(run.config, self.names.numel, dtype)
         self.means: list[Tensor] = []
 
     def wrong_updates(self, until: int) -> Iterator[tuple[int, Difference]]:
@@ -84,6 +84,8 @@ class Steps:
         """
         whole, bound = target.moments.first, target.bound_first
         for shot in shots:
+            if coarse(shot.get("state"), "first"):
+                continue  # shown in a shorter type than it is kept in: else the parameters would not be right
             for name, leaf in leaves_of_kind(shot.get("state"), "first").items():
                 if not bool(leaf.any()) or start_of(leaf, whole, bound) is not None:
                     continue

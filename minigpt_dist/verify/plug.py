@@ -140,7 +140,9 @@ def _load(impl: Implementation, folder: Path, world_size: int, rank: int) -> dic
 def states_of(loaded: Any) -> list[Any]:
     """The per-rank states in what `load_sharded` returned: a list, or a pair with the manifest."""
     if isinstance(loaded, tuple):
-        parts = [part for kind in (list, dict) for part in loaded if isinstance(part, kind)]  # a manifest may be a dict too
+        parts = [
+            part for kind in (list, dict) for part in loaded if isinstance(part, kind)
+        ]  # a manifest may be a dict too
         loaded = parts[0] if parts else loaded
     if isinstance(loaded, dict) and all(isinstance(k, int) for k in loaded):
         loaded = [loaded[k] for k in sorted(loaded)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 Shape = tuple[int, ...]
 
 SHAPES: tuple[Shape, ...] = ((7, 5), (5,), (3,), (2, 3), (1,), ())
@@ -25,7 +27,8 @@ class Scenario:
     snapshots: state_dict is called, and what it gives dropped, after every step.
     late: the last tensor joins by add_param_group after step 1. closure: step is given a closure. twice: a second
     optimizer over a second module runs in the same process. keep_grads_before: steps before which zero_grad is not called.
-    model_zero_grad: the module's own is called. transposed: matrices are not contiguous. census: bytes alive are counted at the end.
+    model_zero_grad: the module's own is called. transposed: matrices are not contiguous.
+    mixed: every second tensor is float64. census: bytes alive are counted at the end.
     """
 
     name: str
@@ -54,9 +57,14 @@ class Scenario:
     keep_grads_before: tuple[int, ...] = ()
     model_zero_grad: bool = False
     transposed: bool = False
+    mixed: bool = False
     max_norm: float = 0.0
     census: bool = False
     seed: int = 0
+
+    def dtype_of(self, tensor: int) -> torch.dtype:
+        """The dtype of tensor number `tensor`."""
+        return torch.float64 if self.mixed and tensor % 2 else getattr(torch, self.dtype)  # type: ignore[no-any-return]  # getattr
 
     def needs(self) -> frozenset[str]:
         """Optional abilities without which the scenario cannot be put to an implementation."""
@@ -119,6 +127,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         census=True,
     ),
     _s("empty_tensor", "a tensor without elements between others", shapes=((3,), (0,), (4,))),
+    _s("mixed", "parameters of two dtypes in one model", mixed=True),
+    _s("buckets", "eight tensors of which two or three fill a small bucket", shapes=((1000,),) * 7 + ((5,),), steps=2),
     _s("transposed", "parameters that are not contiguous", transposed=True),
     _s("frozen", "requires_grad False stays as it is, and costs no state", frozen=(1, 4)),
     _s("unused", "a parameter without gradient on every rank is skipped", absent=((1, -1), (4, -1)), weight_decay=0.25),

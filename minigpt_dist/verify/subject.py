@@ -16,7 +16,9 @@ from minigpt_dist.verify.contract import OURS
 from minigpt_dist.verify.peers import Traits, traits_of
 
 DEADLINE_S = 60.0
-QUESTION_DEADLINE_S = 30.0  # for one short question: 0.05 s seen idle, 3 s with five times as many busy processes as cores
+QUESTION_DEADLINE_S = (
+    30.0  # for one short question: 0.05 s seen idle, 3 s with five times as many busy processes as cores
+)
 PATIENCE = 4  # stuck runs after which an implementation is not run any more
 
 

@@ -26,12 +26,12 @@ class Zoo(nn.Module):
         self.frozen = nn.Parameter(torch.randn(4, generator=g), requires_grad=False)
         self.scalar = nn.Parameter(torch.randn((), generator=g))
         self.bf16 = nn.Parameter(torch.randn(9, generator=g).bfloat16())
-        self.fp64 = nn.Parameter(torch.randn(3, generator=g).double())
+        self.fp64 = nn.Parameter(torch.randn(3, generator=g, dtype=torch.float64))
         self.large = nn.Parameter(torch.randn(70_001, generator=g))
         self.norm = nn.BatchNorm1d(3)
         self.tied = self.weight
         self.register_buffer("running", torch.randn(3, generator=g))
-        self.register_buffer("count", torch.randint(0, 1_000_000, (2,), generator=g))
+        self.register_buffer("count", torch.randint(2**33, 2**40, (2,), generator=g))
         self.register_buffer("mask", torch.rand(11, generator=g) > 0.5)
         self.register_buffer("hidden", torch.randn(2, generator=g), persistent=False)
         self.norm.running_mean = torch.randn(3, generator=g)
@@ -60,12 +60,24 @@ def broadcast_body(spec: str, slots: list[str], src: int, odd: bool) -> dict[str
         return {"not_judged": "broadcast_parameters takes no src"}
     module = (OddLayouts if odd else Zoo)(seed=100 + world()[1])
     before = _digests(module)
+    objects = dict(module.named_parameters())
+    module.train(odd)
     if src:
         call(module, src=src)
     else:
         call(module)
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
-    return {"before": before, "after": _digests(module), "trainable": trainable}
+    return {
+        "before": before,
+        "after": _digests(module),
+        "trainable": trainable,
+        "replaced": [
+            n
+            for n, p in module.named_parameters(remove_duplicate=False)
+            if p is not objects.get(n, objects.get("weight"))
+        ],
+        "mode_kept": module.training == odd,
+    }
 
 
 def _check(subject: Subject, world_size: int, src: int, odd: bool = False) -> list[Violation]:
@@ -93,6 +105,22 @@ def _check(subject: Subject, world_size: int, src: int, odd: bool = False) -> li
                         hint=hint,
                     )
                 ]
+        if r["replaced"]:
+            name = r["replaced"][0]
+            return [
+                Violation(
+                    "the parameter",
+                    "another object than before",
+                    "the same, with new values",
+                    "broadcast",
+                    step=0,
+                    rank=rank,
+                    tensor=name,
+                    hint="ties, hooks and optimizers made before are cut off",
+                )
+            ]
+        if not r["mode_kept"]:
+            return [Violation("the module's training mode", "changed", "as before", "broadcast", step=0, rank=rank)]
         if "frozen" in r["trainable"]:
             return [
                 Violation(

@@ -12,6 +12,7 @@ from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
 TOTAL = 5 * 65 * 4
+SEEDS = (7, 9, 7 + 16, 7 + 64, 7 + 100, 7 + 256, 1007, 7 + 2**16)  # a seed cut short makes two of them alike
 
 
 def corpus_body(spec: str, slots: list[str]) -> dict[str, Any]:
@@ -23,7 +24,14 @@ def corpus_body(spec: str, slots: list[str]) -> dict[str, Any]:
     again = torch.as_tensor(make(7, TOTAL))
     other = torch.as_tensor(make(8, TOTAL))
     shorter = torch.as_tensor(make(7, TOTAL // 2))
-    return {"first": first.clone(), "again": again.clone(), "other": other.clone(), "shorter": shorter.clone()}
+    seeds = [torch.as_tensor(make(seed, TOTAL)).clone() for seed in SEEDS]
+    return {
+        "seeds": seeds,
+        "first": first.clone(),
+        "again": again.clone(),
+        "other": other.clone(),
+        "shorter": shorter.clone(),
+    }
 
 
 def corpus_is_deterministic(subject: Subject, world_size: int) -> list[Violation]:
@@ -42,6 +50,24 @@ def corpus_is_deterministic(subject: Subject, world_size: int) -> list[Violation
         return [Violation("range of token ids", f"{int(first.min())}..{int(first.max())}", "within 0..63", "data")]
     if torch.equal(first, results[0]["other"]):
         return [Violation("the corpus of another seed", "the same", "another", "data", hint="the seed is not used")]
+    if len(first.unique()) < 32:
+        return [Violation("different tokens in the corpus", str(len(first.unique())), "at least 32 of the 64", "data")]
+    alike = [
+        (a, b)
+        for i, a in enumerate(SEEDS)
+        for j, b in enumerate(SEEDS)
+        if i < j and torch.equal(results[0]["seeds"][i], results[0]["seeds"][j])
+    ]
+    if alike:
+        return [
+            Violation(
+                f"the corpus of seed {alike[0][1]}",
+                f"that of seed {alike[0][0]}",
+                "another",
+                "data",
+                hint="the seed is not used whole",
+            )
+        ]
     for rank, r in enumerate(results):
         for key in ("first", "again"):
             if not torch.equal(r[key], first):

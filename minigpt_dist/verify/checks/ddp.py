@@ -18,7 +18,7 @@ from minigpt_dist.verify.violation import Violation
 # The sums over ranks are exact in float32; what is left is one rounding of the division (before or after): 2 ulp.
 GRAD_REL = 2.5e-7
 # torch's own wrapper refuses the last, unless told to look for unused parameters; so may others.
-EXOTIC = frozenset({"transposed", "empty_tensor", "float64", "unused_on_one"})
+EXOTIC = frozenset({"transposed", "empty_tensor", "float64", "unused_on_one", "mixed"})
 ASKED = (
     "plain",
     "one_tensor",
@@ -28,14 +28,18 @@ ASKED = (
     "transposed",
     "frozen",
     "unused",
+    "unused_once",
     "unused_on_one",
     "backwards",
+    "buckets",
+    "tied",
+    "mixed",
     "float64",
 )
 
 
 def _tensor(raw: bytes, s: Scenario, i: int) -> Tensor:
-    dtype = getattr(torch, s.dtype)
+    dtype = s.dtype_of(i)
     return (
         torch.frombuffer(bytearray(raw), dtype=dtype).view(s.shapes[i])
         if raw
@@ -55,7 +59,7 @@ def wrapper_averages(subject: Subject, world_size: int, name: str) -> list[Viola
 def _start(s: Scenario, results: list[dict[str, Any]]) -> list[Violation]:
     for rank, r in enumerate(results):
         for i, shape in enumerate(s.shapes):
-            seen, wanted = _tensor(r["start"][i], s, i), initial_value(s.seed, i, shape).to(getattr(torch, s.dtype))
+            seen, wanted = _tensor(r["start"][i], s, i), initial_value(s.seed, i, shape).to(s.dtype_of(i))
             if not torch.equal(seen, wanted):
                 hint = "the source itself was changed" if rank == 0 else "construction must copy rank 0's parameters"
                 return [
@@ -89,7 +93,7 @@ def _wrong_gradient(s: Scenario, world_size: int, step: int, rank: int, i: int, 
     wanted = mean_gradient(s, step, world_size, i)
     if wanted is None:  # nobody used it: no gradient, or zeros
         wanted = torch.zeros(s.shapes[i], dtype=torch.float64)
-        raw = raw if raw is not None else bytes(wanted.numel() * getattr(torch, s.dtype).itemsize)
+        raw = raw if raw is not None else bytes(wanted.numel() * s.dtype_of(i).itemsize)
     if raw is None:
         return Violation(
             "the gradient", "absent", "the mean over ranks", "reduce", step=step, rank=rank, tensor=f"p{i}"

@@ -18,7 +18,7 @@ ALONE = ((1, "there is nobody to pair with"),)
     source="pytorch/pytorch#25390",
     needs="a rank that is no member",
     check="optimizer.plain",
-    stage="optimizer",
+    stage="launch",
     world_size=3,
     equivalent=(*ALONE, (2, "all ranks are members")),
 )

@@ -1,0 +1,51 @@
+"""One side of a refactor check: where an implementation lies in a tree of files.
+
+Owns finding it: a checkout with the package, the package's own folder, or a file or folder of the contract. Imports no
+torch and runs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "minigpt_dist"
+ENTRIES = ("__init__.py", "solution.py", "submission.py", "main.py")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One implementation. root: the folder to import `minigpt_dist` from, if not this installation. path: a file or folder of
+    the contract; None: the package itself is the implementation."""
+
+    label: str
+    root: Path | None
+    path: Path | None = None
+
+
+def side_at(label: str, place: Path, impl: str | None = None) -> Side:
+    """The implementation in `place`, at `impl` inside it if that is given. ValueError if none is there: "is X, but should be Y"."""
+    place = place.resolve()
+    root = place if (place / PACKAGE / "__init__.py").is_file() else None
+    if impl is not None:
+        path = place / impl
+        if not _contract(path):
+            raise ValueError(
+                f"is without {impl!r}, but should have a Python file, or a folder with one of {', '.join(ENTRIES)}, there"
+            )
+        return Side(label, root, path)
+    if root is not None:
+        return Side(label, root)
+    if place.name == PACKAGE and (place / "__init__.py").is_file():
+        return Side(label, place.parent)
+    if not _contract(place):
+        raise ValueError(
+            f"is {str(place)!r}, but should hold the package {PACKAGE}, or be a Python file or a folder with one of {', '.join(ENTRIES)}"
+        )
+    return Side(label, None, place)
+
+
+def _contract(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / entry).is_file() for entry in ENTRIES) or len(list(path.glob("*.py"))) == 1
+    return path.is_file() and path.suffix == ".py"
