@@ -153,7 +153,7 @@ def _edited(run: Run) -> Run:
 
 def test_runs_of_different_configurations_are_refused(bench: Bench) -> None:
     run = Run(CONFIG, {})
-    with pytest.raises(ValueError, match="the observed run's configuration is .* but should be"):
+    with pytest.raises(ValueError, match=r"the observed run's configuration is .* but should be"):
         locate(run, Run(replace(CONFIG, seed=1), {}))
 
 

@@ -16,6 +16,7 @@ from minigpt_dist.cli.usage import Parser, UsageError
 MODULES = {
     "train": "minigpt_dist.cli.train",
     "verify": "minigpt_dist.cli.verify",
+    "diff": "minigpt_dist.cli.diff",
 }
 DEFAULT = "train"
 PROGRAM = "minigpt-dist"

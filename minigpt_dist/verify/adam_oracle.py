@@ -72,9 +72,7 @@ def trajectory(
     params = [
         initial_value(s.seed, i, shape).to(dtype).requires_grad_(i not in s.frozen) for i, shape in enumerate(s.shapes)
     ]
-    own: dict[int, dict[str, float]] = {}
-    for tensor, option, value in s.groups:
-        own.setdefault(tensor, {})[option] = s.lr * value if option == "lr" else value
+    own = s.own_options()
     base = {"lr": s.lr, "betas": s.betas, "eps": s.eps, "weight_decay": s.weight_decay}
     groups = [{**base, **own.get(i, {}), "params": [p]} for i, p in enumerate(params)]
     kind = torch.optim.AdamW if reading.decay == "decoupled" else torch.optim.Adam
@@ -84,6 +82,9 @@ def trajectory(
         for at, factor in s.lr_at:
             for group in optimizer.param_groups if at == step else ():
                 group["lr"] *= factor
+        for at, factor in s.decay_at:
+            for group in optimizer.param_groups if at == step else ():
+                group["weight_decay"] *= factor
         gradients = [mean_gradient(s, step, world_size, i, reading.kept) for i in range(len(params))]
         scale = clip_scale(s, [g for i, g in enumerate(gradients) if i not in s.frozen])
         for i, (p, g) in enumerate(zip(params, gradients, strict=True)):

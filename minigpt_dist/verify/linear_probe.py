@@ -16,7 +16,7 @@ from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.gradients import initial_value, rank_gradient
-from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, set_lr
+from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, scale_decay, set_lr
 from minigpt_dist.verify.plug import average_gradients
 from minigpt_dist.verify.scenario import Scenario
 
@@ -80,8 +80,11 @@ class _Run:
             for at, factor in s.lr_at:
                 if at == step:
                     set_lr(self.optimizer, factor)
+            for at, factor in s.decay_at:
+                if at == step:
+                    scale_decay(self.optimizer, factor)
             if s.late and step == 2:
-                self.optimizer.add_param_group({"params": [model.params[-1]]})
+                self.optimizer.add_param_group({"params": [model.params[-1]], **s.own_options().get(len(s.shapes) - 1, {})})
             returned.append(self._step(model, self.optimizer, step))
             values.append(_snapshot(model))
             if self.other:

@@ -71,12 +71,18 @@ def grouped(module: nn.Module, s: Scenario) -> Any:
     """The module itself, or parameter groups where the scenario gives tensors options of their own."""
     if not s.groups:
         return module
-    own: dict[int, dict[str, float]] = {}
-    for tensor, option, value in s.groups:
-        own.setdefault(tensor, {})[option] = s.lr * value if option == "lr" else value
+    own = s.own_options()
     params = list(module.parameters())
     rest = [p for i, p in enumerate(params) if i not in own]
     return [{"params": rest}, *({"params": [params[i]], **options} for i, options in own.items())]
+
+
+def scale_decay(optimizer: Any, factor: float) -> None:
+    """Multiply the weight decay of every parameter group. NotSupportedError for an optimizer without groups."""
+    if not getattr(optimizer, "param_groups", None):
+        raise NotSupportedError("the optimizer has no param_groups")
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= factor
 
 
 def set_lr(optimizer: Any, factor: float) -> None:

@@ -22,7 +22,8 @@ class Scenario:
 
     backwards: backward calls before a step. absent: (tensor, rank) pairs that get no gradient from step `absent_from` until before step
     `present_from`, rank -1 for every rank. tied: tensors that the module also holds under a second name.
-    frozen: requires_grad False. lr_at: (step, factor) edits of the learning rate. groups: (tensor, option, factor) overrides.
+    frozen: requires_grad False. lr_at, decay_at: (step, factor) edits of the learning rate and
+    of weight decay. groups: (tensor, option, value) overrides; the value of lr is a factor, beta1 stands for the first of betas.
     reload_at: after this step the state goes through state_dict and load_state_dict (`loads` times) into a new optimizer.
     snapshots: state_dict is called, and what it gives dropped, after every step.
     late: the last tensor joins by add_param_group after step 1. closure: step is given a closure. twice: a second
@@ -47,6 +48,7 @@ class Scenario:
     frozen: tuple[int, ...] = ()
     tied: tuple[int, ...] = ()
     lr_at: tuple[tuple[int, float], ...] = ()
+    decay_at: tuple[tuple[int, float], ...] = ()
     groups: tuple[tuple[int, str, float], ...] = ()
     reload_at: int = 0
     loads: int = 1
@@ -65,6 +67,14 @@ class Scenario:
     def dtype_of(self, tensor: int) -> torch.dtype:
         """The dtype of tensor number `tensor`."""
         return torch.float64 if self.mixed and tensor % 2 else getattr(torch, self.dtype)  # type: ignore[no-any-return]  # getattr
+
+    def own_options(self) -> dict[int, dict[str, Any]]:
+        """Tensor -> the options of the parameter group it has to itself, in torch's words."""
+        own: dict[int, dict[str, Any]] = {}
+        for tensor, option, value in self.groups:
+            named = {"lr": ("lr", self.lr * value), "beta1": ("betas", (value, self.betas[1]))}.get(option, (option, value))
+            own.setdefault(tensor, {})[named[0]] = named[1]
+        return own
 
     def needs(self) -> frozenset[str]:
         """Optional abilities without which the scenario cannot be put to an implementation."""
@@ -164,6 +174,11 @@ SCENARIOS: tuple[Scenario, ...] = (
         groups=((0, "weight_decay", 0.5), (1, "weight_decay", 0.0)),
         weight_decay=0.25,
     ),
+    _s("groups_eps", "each group has its eps", groups=((0, "eps", 0.25), (3, "eps", 1e-3))),
+    _s("groups_betas", "each group has its betas", groups=((0, "beta1", 0.5), (2, "beta1", 0.0)), steps=5),
+    _s("decay_edit", "an edited weight decay holds from the next step", decay_at=((2, 4.0),), weight_decay=0.25),
+    _s("late_group_lr", "a group added late keeps its own learning rate", late=True, groups=((5, "lr", 0.25),), steps=5),
+    _s("reload_edit", "a learning rate edited after a reload holds", reload_at=2, lr_at=((4, 0.25),), steps=5),
     _s("late_group", "a group added after the first step is optimized", late=True, steps=5),
     _s("reload", "state_dict into a new optimizer changes nothing", reload_at=2, steps=5, betas=(0.9, 0.999)),
     _s("reload_now", "the state after the first step", reload_at=1, steps=3),

@@ -31,7 +31,22 @@ FINISH_NAMES = (
     "reduce_gradients",
     "wait",
 )
-OPTIMIZER_CLASS_WORDS = ("optimizer_cls", "optimizer_class", "optim_cls", "optim_class", "cls")
+OPTIMIZER_CLASS_WORDS = (
+    "optimizer_cls",
+    "optimizer_class",
+    "optimizer_type",
+    "optim_cls",
+    "optim_class",
+    "opt_cls",
+    "opt_class",
+    "optim",
+    "cls",
+    "base_optimizer",
+    "base_optimizer_cls",
+    "base_optimizer_class",
+    "inner_optimizer_cls",
+    "inner_cls",
+)
 
 
 def _own_classes(module: ModuleType) -> list[type]:
