@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 SUITE = Path(__file__).parent / "suite"
+ON_REQUEST = {"peers": "well-known packages under the same judge, at every world size"}
 PROFILES = {"dev": 5, "ci": 25, "nightly": 1000}
 
 
@@ -63,6 +64,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "checks(*names): the checks of the registry that a test of the suite puts")
+    for marker, what in ON_REQUEST.items():
+        config.addinivalue_line("markers", f"{marker}: {what}; runs only when -m names it")
     for name, examples in PROFILES.items():
         hypothesis.settings.register_profile(
             f"minigpt_dist-{name}",
@@ -161,6 +164,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"--impl was given, but none of the tests chosen judges an implementation: name none, or {SUITE}"
         )
+    _leave_out_what_runs_on_request(config, items)
+
+
+def _leave_out_what_runs_on_request(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests of a long marker that neither `-m` nor a test's full name asks for."""
+    expression = str(config.getoption("-m"))
+    left_out = [
+        item
+        for item in items
+        if any(item.get_closest_marker(marker) and marker not in expression for marker in ON_REQUEST)
+        and not any(arg.endswith(item.name) for arg in config.args)
+    ]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 _SUBJECTS: dict[tuple[str, tuple[str, ...]], Any] = {}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minigpt_dist.__main__ import main
+from minigpt_dist.cli import diffing
+from minigpt_dist.trace import Record, Trace
+from minigpt_dist.verify.locate_trace import locate_in_traces
 from minigpt_dist.verify.refactor import Outcome, cases, first_bad
+from minigpt_dist.verify.refactor_run import Sides
 from minigpt_dist.verify.revisions import RevisionError, worktree
 
 RIGHT = """
@@ -65,9 +72,18 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def start() -> Iterator[Sides]:
+    """One interpreter that all sides of this file are started from: torch takes seconds to load."""
+    with Sides() as sides:
+        yield sides
+
+
 @pytest.fixture
-def here(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(repo: Path, start: Sides, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The repository as the working folder."""
     monkeypatch.chdir(repo)
+    monkeypatch.setattr(diffing, "Sides", lambda: contextlib.nullcontext(start))
     return repo
 
 
@@ -143,12 +159,23 @@ def test_a_side_that_breaks_is_a_difference(tmp_path: Path, capsys: pytest.Captu
     assert "broken.py" in out.split("Traceback")[1]
 
 
+def test_a_side_that_hangs_is_told_in_its_deadline(
+    tmp_path: Path, start: Sides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(diffing, "Sides", lambda: contextlib.nullcontext(start))
+    waits = "    def step(self):\n        threading.Event().wait()\n"
+    (tmp_path / "hangs.py").write_text("import threading\n" + RIGHT.replace("    pass\n", waits))
+    side = str(tmp_path / "hangs.py")
+    assert main(["diff", side, side, "--world-sizes", "2", "--only", "float32", "--deadline", "1"]) == 3
+    assert "N=2 float32: neither side comes to an end: BASE " in (err := capsys.readouterr().err)
+    assert err.count("DeadlineExceeded: no end within 1 s") == 2
+
+
 USAGE = {
     "diff nowhere": "BASE is 'nowhere', but should be a path that is there, or a revision of the repository ",
     "diff right nowhere": "HEAD is 'nowhere', but should be a path that is there, or a revision of the repository ",
-    "diff right": "BASE is '",
-    "diff right --impl absent.py": "BASE right is without 'absent.py', but should have a Python file, or a folder ",
-    "diff ./.git": "BASE is '",
+    "diff right comment --impl absent.py": "BASE right is without 'absent.py', but should have a Python file, or a folder ",
+    "diff .git": "BASE .git is without the package minigpt_dist, but should hold it, or be a Python file or a folder ",
     "diff right --world-sizes 0": "world_sizes is '0', but should be whole numbers from 1",
     "diff right --impl impl.py --deadline 0": "deadline is 0.0, but should be a positive",
     "diff right --impl impl.py --seed -1": "seed is -1, but should be a whole number of at least 0",
@@ -162,12 +189,7 @@ USAGE = {
 
 @pytest.mark.parametrize("line", USAGE)
 def test_a_wrong_command_is_told_in_one_line(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if line == "diff right":  # one file in a tree of one file is an implementation: here it is not alone
-        (here / "other.py").write_text("")
-    try:
-        assert main(line.split()) == 2
-    finally:
-        (here / "other.py").unlink(missing_ok=True)
+    assert main(line.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"minigpt-dist: {USAGE[line]}")
@@ -204,6 +226,30 @@ def test_a_revision_that_cannot_be_checked_out_is_told(repo: Path) -> None:
     with pytest.raises(RevisionError, match="but should be whole"), worktree(repo, "0" * 40):
         pass
     assert untouched(repo)
+
+
+def test_traces_are_compared_in_the_order_of_a_step() -> None:
+    def trace(**second: Any) -> Trace:
+        same: dict[str, Any] = {
+            "loss": 1.0,
+            "grad_norm": 2.0,
+            "tokens": [1, 2],
+            "optimizer": {"master": "m", "exp_avg": "a"},
+            "params": {"w": "p"},
+        }
+        return Trace({}, [Record(1, 0, **same), Record(1, 1, **{**same, **second})])
+
+    def found(**second: Any) -> tuple[object, ...]:
+        first = locate_in_traces(trace(**second), trace())
+        assert first is not None
+        return first.step, first.rank, first.stage, first.tensor, first.element
+
+    assert locate_in_traces(trace(), trace(seconds={"optimizer": 3.0})) is None
+    assert found(tokens=[1, 3], loss=1.5) == (1, 1, "data", "tokens", 1)
+    assert found(loss=1.5, params={"w": "q"}) == (1, 1, "forward", "loss", 0)
+    assert found(optimizer={"master": "n", "exp_avg": "b"}) == (1, 1, "reduce", "exp_avg", 0)
+    assert found(optimizer={"master": "n", "exp_avg": "a"}, params={"w": "q"}) == (1, 1, "optimizer", "master", 0)
+    assert found(params={"w": "q"}) == (1, 1, "gather", "w", 0)
 
 
 def test_cases_cover_types_shards_micro_batches_reductions_and_dropout() -> None:

@@ -12,7 +12,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from minigpt_dist.cli.usage import UsageError, names, number, seconds, sizes, whole
-from minigpt_dist.verify.revisions import RevisionError, commit_of, commits_between, repository, subject_of, worktree
+from minigpt_dist.verify.revisions import (
+    RevisionError,
+    commit_of,
+    commits_between,
+    repository,
+    subject_of,
+    worktree,
+)
 from minigpt_dist.verify.sides import PACKAGE, Side, side_at
 
 NAME = "diff"
@@ -82,31 +89,34 @@ def _commit(repo: Path, what: str, text: str) -> str:
 
 @contextmanager
 def opened(what: str, text: str | None, impl: str | None) -> Iterator[Side]:
-    """The side that `text` names, for the length of the block: a revision, else a path; None is the working tree. UsageError."""
+    """The side that `text` names, for the length of the block: a revision, else a path; None is the working tree.
+
+    UsageError if it is neither, or holds no implementation.
+    """
     repo = repository(Path.cwd())
     commit = commit_of(repo, text) if repo is not None and text is not None else None
     if repo is not None and commit is not None:
         with _checked_out(repo, commit, impl, f"{what} {text}") as side:
             yield side
     elif text is not None and Path(text).exists():
-        yield _side(what, f"{what} {text}", Path(text), impl)
+        yield _side(f"{what} {text}", Path(text), impl)
     elif text is not None:
         where = "of no repository: there is none here" if repo is None else f"of the repository {str(repo)!r}"
         raise UsageError(f"{what} is {text!r}, but should be a path that is there, or a revision {where}")
     elif repo is None:
         raise UsageError(f"{what} is not given, and the folder here is in no git repository, but one should be there")
     else:
-        yield _side(what, WORKING_TREE, repo, impl)
+        yield _side(WORKING_TREE, repo, impl)
 
 
 @contextmanager
 def _checked_out(repo: Path, commit: str, impl: str | None, label: str) -> Iterator[Side]:
     with worktree(repo, commit) as tree:
-        yield _side(label, label, tree, impl)
+        yield _side(label, tree, impl)
 
 
-def _side(what: str, label: str, place: Path, impl: str | None) -> Side:
+def _side(label: str, place: Path, impl: str | None) -> Side:
     try:
         return side_at(label, place, impl)
     except ValueError as error:
-        raise UsageError(f"{what} {error}") from error
+        raise UsageError(str(error)) from error

@@ -17,7 +17,7 @@ from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.verify.refactor import Outcome, cases, first_bad
 from minigpt_dist.verify.refactor import outcome as compared
-from minigpt_dist.verify.refactor_run import NoImplementationError, Ran, ran
+from minigpt_dist.verify.refactor_run import NoImplementationError, Ran, Sides
 from minigpt_dist.verify.sides import Side
 
 At = Callable[[str], AbstractContextManager[Side]]
@@ -47,14 +47,14 @@ def chosen_cases(args: argparse.Namespace) -> dict[str, TrainConfig]:
 
 @contextmanager
 def _ran(
-    console: Console, sides: Sequence[Side], chosen: dict[str, TrainConfig], args: argparse.Namespace
+    console: Console, start: Sides, sides: Sequence[Side], chosen: dict[str, TrainConfig], args: argparse.Namespace
 ) -> Iterator[list[Ran]]:
     """Sides that have run over the cases. UsageError for one without an implementation."""
     try:
         with ExitStack() as stack:
             with _bar(console, " and ".join(side.label for side in sides), len(sides) * len(chosen)) as tell:
                 limits = {"deadline_s": args.deadline, "oracle": args.within_oracle}
-                done = stack.enter_context(ran(sides, chosen, tell=tell, **limits))
+                done = stack.enter_context(start.ran(sides, chosen, tell=tell, **limits))
             yield done
     except NoImplementationError as error:
         raise UsageError(str(error)) from error
@@ -68,7 +68,7 @@ def is_bad(found: Outcome, within_oracle: bool) -> bool:
 def compare_sides(base: Side, head: Side, args: argparse.Namespace) -> int:
     """Compare and print."""
     console, chosen = new_console(), chosen_cases(args)
-    with _ran(console, [base, head], chosen, args) as (before, after):
+    with Sides() as start, _ran(console, start, [base, head], chosen, args) as (before, after):
         found = [compared(name, config, before, after) for name, config in chosen.items()]
     for outcome in found:
         say(console, f"{outcome.case}: {_word(outcome, args.within_oracle)}")
@@ -120,10 +120,10 @@ def bisect(at: At, good: str, commits: Sequence[str], args: argparse.Namespace) 
     """Find the first of `commits` (oldest first) that differs from `good`, or that the oracle finds wrong, and print it."""
     console, chosen = new_console(), chosen_cases(args)
     seen: dict[str, list[Outcome]] = {}
-    with at(good) as base, _ran(console, [base], chosen, args) as (before,):
+    with Sides() as start, at(good) as base, _ran(console, start, [base], chosen, args) as (before,):
 
         def bad(commit: str) -> bool:
-            with at(commit) as head, _ran(console, [head], chosen, args) as (after,):
+            with at(commit) as head, _ran(console, start, [head], chosen, args) as (after,):
                 found = [compared(name, config, before, after) for name, config in chosen.items()]
             seen[commit] = [o for o in found if is_bad(o, args.within_oracle)]
             say(console, f"{head.label}: {'bad' if seen[commit] else 'good'}")

@@ -30,7 +30,11 @@ MARKS = {"caught": "X", "passed": ".", "not judged": "-", "not asked": " "}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="faults, or files of the catalogue (all)")
-    add("--quick", action="store_true", help="ask each fault only the check that must catch it")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--quick", action="store_true", help="ask each fault only the check that must catch it")
+    extent.add_argument(
+        "--all", action="store_true", help="ask also runs of the whole composition (where faults are named, always)"
+    )
     add("--world-size", type=whole("world_size"), default=0, metavar="N", help="ranks (each fault's own)")
     add("--grid", action="store_true", help="also print fault x check, a mark for each pair")
     add("--list", action="store_true", help="list the faults and what each is")
@@ -60,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
     console = new_console()
     if args.list:
         return _print_list(console, faults)
+    extent = "quick" if args.quick else "all" if args.all or args.names else "pieces"
     start = time.perf_counter()
-    judge = functools.partial(
-        matrix.judge_fault, world_size=args.world_size, quick=args.quick, deadline_s=args.deadline
-    )
+    judge = functools.partial(matrix.judge_fault, world_size=args.world_size, extent=extent, deadline_s=args.deadline)
     outcomes = list(_shown(console, matrix.judge_all(faults, judge), len(faults)))
     _print_outcomes(console, outcomes)
     if args.grid:

@@ -6,6 +6,7 @@ formula is torch's, the mean is taken here.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ def clip_scale(s: Scenario, gradients: list[Tensor | None]) -> float:
     return min(s.max_norm / (norm + 1e-6), 1.0)
 
 
+@functools.lru_cache(maxsize=256)  # asked again for every implementation; nobody writes into it
 def trajectory(
     s: Scenario, world_size: int, reading: Reading = TORCH, dtype: torch.dtype = torch.float64
 ) -> list[list[Tensor]]:

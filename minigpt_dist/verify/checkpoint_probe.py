@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from minigpt_dist.verify import checkpoint_crash, checkpoint_damage, checkpoint_payload
+from minigpt_dist.verify import checkpoint_crash, checkpoint_damage, checkpoint_large, checkpoint_payload
 from minigpt_dist.verify.checkpoint_child import Tell, run_forked, said
 from minigpt_dist.verify.checkpoint_states import (
     State,
@@ -213,6 +213,7 @@ PROBES: dict[str, Callable[..., Rows]] = {
     **checkpoint_damage.PROBES,
     **checkpoint_payload.PROBES,
     **checkpoint_crash.PROBES,
+    **checkpoint_large.PROBES,
 }
 
 

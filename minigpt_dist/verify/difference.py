@@ -54,11 +54,10 @@ class Difference:
             f"first difference: step {self.step}, rank {self.rank}, stage {self.stage}, tensor {self.tensor}, element {self.element}"
         ]
         if self.observed:
+            bits = [f" ({text})" if text else "" for text in (self.observed_bits, self.expected_bits)]
             ulp = "" if self.max_ulp is None else f", at most {self.max_ulp} ulp apart"
-            lines.append(
-                f"observed {self.observed} ({self.observed_bits}), expected {self.expected} ({self.expected_bits}); "
-                f"{self.count} of {self.numel} elements differ{ulp}"
-            )
+            many = f"; {self.count} of {self.numel} elements differ{ulp}" if self.count else ""
+            lines.append(f"observed {self.observed}{bits[0]}, expected {self.expected}{bits[1]}{many}")
         if self.cause:
             lines.append(f"cause: {self.cause}")
         return "\n".join(lines)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 from minigpt_dist.verify.checks import CHECKS, Check, Verdict, put
 from minigpt_dist.verify.contract import SLOTS
@@ -27,6 +28,7 @@ FAMILIES = (
     "ddp",
     "checkpoint",
 )  # cheap and telling first; composed runs last
+Extent = Literal["quick", "pieces", "all"]
 HANGS = 2  # a fault that has been stuck so often is asked only what its entry promises
 
 
@@ -81,15 +83,18 @@ def slots_of(fault: Fault) -> frozenset[str]:
     return frozenset(slot for slot, parts in SLOTS.items() if names & set(parts))
 
 
-def questions(fault: Fault, world_size: int, quick: bool) -> list[Check]:
-    """The checks to put to a fault: the one that ought to catch it; if not quick, also those promised green, and all about its pieces."""
-    if quick:
+def questions(fault: Fault, world_size: int, extent: Extent) -> list[Check]:
+    """The checks to put to a fault, cheap and telling ones first.
+
+    quick: the check that ought to catch it. pieces: also those promised green, and all that probe its pieces alone. all: also runs of
+    the whole composition, which take longer than all probes together.
+    """
+    if extent == "quick":
         return [CHECKS[fault.check]]
-    promised, slots = {fault.check, *fault.green}, slots_of(fault)
-    chosen = [
-        c for c in CHECKS.values() if c.name in promised or (slots & set(c.slots) and world_size in c.world_sizes)
-    ]
-    return sorted(chosen, key=_cost)
+    slots = slots_of(fault)
+    about = [c for c in CHECKS.values() if slots & set(c.slots) and world_size in c.world_sizes]
+    asked = [c for c in about if extent == "all" or len(c.slots) == 1]
+    return sorted(dict.fromkeys([*asked, CHECKS[fault.check], *(CHECKS[name] for name in fault.green)]), key=_cost)
 
 
 def _cost(check: Check) -> int:
@@ -97,12 +102,14 @@ def _cost(check: Check) -> int:
     return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
 
 
-def judge_fault(fault: Fault, *, world_size: int = 0, quick: bool = False, deadline_s: float = DEADLINE_S) -> Outcome:
+def judge_fault(
+    fault: Fault, *, world_size: int = 0, extent: Extent = "pieces", deadline_s: float = DEADLINE_S
+) -> Outcome:
     """Put the checks to one fault, on ranks of its own, at its own world size unless told another."""
     N = world_size or fault.world_size
     promised, verdicts, seconds = {fault.check, *fault.green}, [], []
     with Subject(f"fault:{fault.name}", deadline_s=deadline_s) as subject:
-        for check in questions(fault, N, quick):
+        for check in questions(fault, N, extent):
             if sum(map(_stuck, verdicts)) >= HANGS and check.name not in promised:
                 continue
             start = time.perf_counter()

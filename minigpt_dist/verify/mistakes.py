@@ -15,7 +15,7 @@ from minigpt_dist.verify import symptoms
 from minigpt_dist.verify.scenario import Scenario
 from minigpt_dist.verify.wrong_adam import Flat, Layout, Mistake, Simulation, State, Step, fits, layout, steps_fitting
 
-SEARCH = 200  # distances tried for a shifted gradient: an exhaustive search over small scenarios
+SEARCH = 200  # elements of the largest scenario in which every distance is tried for a shifted gradient
 Values = list[list[Tensor]]
 
 
@@ -81,6 +81,10 @@ def _only_matrices(decay: Tensor, x: Layout) -> Tensor:
     """Decay for tensors of two and more dimensions alone."""
     small = [i for i, shape in enumerate(x.scenario.shapes) if len(shape) < 2]
     return decay * ~torch.isin(x.tensor, torch.tensor(small))
+
+
+def _default_betas(beta1: Tensor, beta2: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.full_like(beta1, 0.9), torch.full_like(beta2, 0.999)
 
 
 def _not_owned(x: Layout) -> Tensor:
@@ -193,8 +197,8 @@ OPTIMIZER: tuple[Mistake, ...] = (
     Mistake("optimizer", "the second moment has no bias correction", correct_second=False),
     Mistake("optimizer", "the first moment has no bias correction", correct_first=False),
     Mistake("optimizer", "eps is added inside the square root", eps_inside=True),
-    Mistake("optimizer", "beta1 and beta2 are exchanged", betas=lambda b: (b[1], b[0])),
-    Mistake("optimizer", "the betas given have no effect", betas=lambda b: (0.9, 0.999)),
+    Mistake("optimizer", "beta1 and beta2 are exchanged", betas=lambda beta1, beta2: (beta2, beta1)),
+    Mistake("optimizer", "the betas given have no effect", betas=_default_betas),
     Mistake("optimizer", "the eps given has no effect", eps=1e-8),
     Mistake("optimizer", "the learning rate is multiplied by N", lr=lambda lr, N: lr * N),
     Mistake("optimizer", "the learning rate is divided by N", lr=lambda lr, N: lr / N),
@@ -309,7 +313,7 @@ def _in_part(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
     if bool(wrong.all()) or not bool(moved[wrong].any()) or not all(fits(values[step], now) for values in flat):
         return None
     mistakes = [m for m, _ in _candidates(at.scenario, step)] + [
-        _from_elsewhere(by, at) for by in range(2, min(at.numel, SEARCH))
+        _from_elsewhere(by, at) for by in range(2, at.numel if at.numel <= SEARCH else 0)
     ]
     for mistake in mistakes:
         simulation = Simulation(mistake, at, 0, since=step)

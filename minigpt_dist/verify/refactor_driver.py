@@ -1,10 +1,10 @@
-"""Run one side of a refactor check: every case on ranks of its own, in an interpreter that imports the side's package.
+"""Run sides of a refactor check: every side in a process of its own that imports its package, every case on ranks of its own.
 
-Owns the processes of the ranks and what became of each case. This file is run by path and imports nothing of the package;
-what a rank does is in `refactor_side.py`, what is kept in `capture.py`, both loaded by path from beside it. Leaves what the files
-mean to `refactor_run.py`.
+Owns these processes and what became of each case. One interpreter, with torch loaded and nothing of any side, is the clean
+start of them all. This file is run by path and imports nothing of the package; what a rank does is in `refactor_side.py`, what is
+kept in `capture.py`, both loaded by path from beside it. Leaves what the files mean to `refactor_run.py`.
 
-    python refactor_driver.py JOB.json      writes OUT/CASE/rankR.safetensors, and a line a case to OUT/done.jsonl
+A job writes OUT/CASE/rankR.safetensors, and a line a case to OUT/done.jsonl.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -133,47 +134,108 @@ def failure(sides: list[Any], late: list[int], dead: list[tuple[int, int]], limi
     return {}
 
 
-def main(job_file: str) -> None:
+def run_command(job: dict[str, Any], case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The package's own command, whose loop is not the check's: {}, {"skipped": why} or {"error": {...}}, as `run_case`."""
+    if job["path"]:
+        return {"skipped": "a file of the contract has no command of its own"}
+    command = [sys.executable, "-m", "minigpt_dist", *case["command"]]
+    try:
+        ended = subprocess.run(
+            command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * job["deadline_s"]
+        )
+    except subprocess.TimeoutExpired:
+        words = f"no end within {2 * job['deadline_s']:g} s"
+        return {"error": {"kind": "DeadlineExceeded", "message": words, "rank": 0, "traceback": ""}}
+    last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    if ended.returncode == 2 or not (folder / "run" / "trace.jsonl").exists():
+        return {"skipped": f"its command does not take these options: {last}"}
+    if ended.returncode not in (0, 1):  # 1: an invariant is broken, which is not asked here
+        return {"error": {"kind": "CommandFailed", "message": last, "rank": 0, "traceback": ended.stderr[-4000:]}}
+    return {}
+
+
+def judge_modules() -> tuple[ModuleType, ModuleType]:
+    """`capture.py` and `refactor_side.py`, from beside this file, under names that no side uses."""
+    here = Path(__file__)
+    return load(here.with_name("capture.py"), "judge_capture"), load(here.with_name("refactor_side.py"), "judge_loop")
+
+
+def implementation_of(job: dict[str, Any], loop: ModuleType) -> Any:
+    """The side's namespace. Unsupported if it lacks one of the required names."""
+    found: Any = imported(job["path"]) if job["path"] else importlib.import_module("minigpt_dist")
+    home = str(getattr(found, "__file__", ""))
+    if job["root"] and not job["path"] and not home.startswith(job["root"]):
+        raise ImportError(f"minigpt_dist was imported from {home}, not from {job['root']}")
+    missing = [name for name in REQUIRED if not callable(getattr(found, name, None))]
+    if missing:
+        raise loop.Unsupported(f"it has no {', '.join(missing)}")
+    build = found.ZeroOptimizer
+    if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
+        importlib.import_module("torch._dynamo")  # torch's base class imports it: once here, not on every rank
+    return found
+
+
+def run_side(job: dict[str, Any], capture: ModuleType, loop: ModuleType) -> None:
     """Put every case to the implementation; a line a case."""
-    die_with_parent()
-    job = json.loads(Path(job_file).read_text())
-    torch.set_num_threads(1)  # bits depend on it
-    capture, loop = (
-        load(Path(__file__).with_name(f"{name}.py"), f"judge_{name}") for name in ("capture", "refactor_side")
-    )
     out = Path(job["out"])
     with (out / "done.jsonl").open("a", buffering=1) as done:
         try:
-            implementation: Any = imported(job["path"]) if job["path"] else importlib.import_module("minigpt_dist")
-            home = str(getattr(implementation, "__file__", ""))
-            if job["root"] and not job["path"] and not home.startswith(job["root"]):
-                raise ImportError(f"minigpt_dist was imported from {home}, not from {job['root']}")
-            missing = [name for name in REQUIRED if not callable(getattr(implementation, name, None))]
-            if missing:
-                raise loop.Unsupported(f"it has no {', '.join(missing)}")
-        except BaseException as error:
-            report = {
+            implementation = implementation_of(job, loop)
+        except BaseException as error:  # also SystemExit of a script that was no module
+            found = {
                 "kind": type(error).__name__,
                 "message": str(error),
                 "rank": 0,
                 "traceback": traceback.format_exc(),
             }
-            done.write(json.dumps({"import": report}) + "\n")
+            done.write(json.dumps({"import": found}) + "\n")
             return
-        build = implementation.ZeroOptimizer
-        if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
-            importlib.import_module("torch._dynamo")  # torch's base class imports it: once here, not on every rank
         for case in job["cases"]:
-            folder = out / case["name"]
+            folder, N = out / case["name"], case["config"]["world_size"]
             folder.mkdir()
-            sides = [
-                loop.Side(implementation, capture, case, rank, folder) for rank in range(case["config"]["world_size"])
-            ]
+            if case["command"]:
+                done.write(json.dumps({"case": case["name"], **run_command(job, case, folder)}) + "\n")
+                continue
+            sides = [loop.Side(implementation, capture, case, rank, folder) for rank in range(N)]
             outcome = run_case(sides, "run", job["deadline_s"])
             if not outcome and job["oracle"]:
                 outcome = run_case(sides[:1], "recompute", job["deadline_s"])
             done.write(json.dumps({"case": case["name"], **outcome}) + "\n")
 
 
+def fork_side(job: dict[str, Any], capture: ModuleType, loop: ModuleType) -> int:
+    """A process of the side's own, with its package first on the path; the process's id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        die_with_parent()
+        out = Path(job["out"])
+        os.dup2(os.open(out / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(out / "empty")
+        if job["root"]:
+            sys.path.insert(0, job["root"])
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [job["root"], os.environ.get("PYTHONPATH")]))
+        run_side(job, capture, loop)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def serve() -> None:
+    """Take lists of jobs from stdin, one a line; run those of a line at the same time, and answer when all have ended."""
+    die_with_parent()
+    torch.set_num_threads(1)  # bits depend on it
+    capture, loop = judge_modules()
+    for line in sys.stdin:
+        children = [fork_side(json.loads(Path(job).read_text()), capture, loop) for job in json.loads(line)]
+        for child in children:
+            os.waitpid(child, 0)
+        print("ended", flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve()

@@ -1,7 +1,7 @@
 """The order in which gloo's ring adds numbers, modelled on one process without any communication.
 
-Owns where the ring cuts a vector and which rank's summand comes first in each piece: what decides the bits of a float sum over three ranks or
-more. Leaves to `peers/replay.py` which vectors a package hands to the ring.
+Owns where the ring cuts a vector and which rank's summand comes first in each piece: what decides the bits of a float
+sum over three ranks or more. Leaves to `peers/replay.py` which vectors a package hands to the ring.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def ring_bounds(numel: int, world_size: int, element_size: int = 4) -> list[int]
 
 
 def ring_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over ranks of one tensor a rank, with the bits of `all_reduce` and `reduce_scatter_tensor` on gloo: a new tensor.
+    """The sum of one tensor a rank, with the bits of `all_reduce` and `reduce_scatter_tensor` on gloo: a new tensor.
 
-    Piece c of the flattened tensors is added in the order c-1, c-2, ..., c: it travels upwards from rank to rank, and rank c adds its own last.
+    Piece c of the flattened tensors is added in the order c-1, c-2, ..., c: rank c adds its own last.
     Raises ValueError for no tensor, or tensors of different shape or dtype.
     """
     kinds = {(tuple(t.shape), t.dtype) for t in tensors}

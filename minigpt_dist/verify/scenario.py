@@ -83,7 +83,7 @@ class Scenario:
             "eps": self.eps != 1e-8,
             "weight_decay": self.weight_decay != 0.0 or any(option == "weight_decay" for _, option, _ in self.groups),
             "groups": bool(self.groups)
-            or (bool(self.lr_at) and self.reload_at > 0),  # only torch's shape promises to save options
+            or any(at <= self.reload_at for at, _ in self.lr_at),  # only torch's shape promises to save options
             "add_param_group": self.late,
             "lr_edit": bool(self.lr_at),
             "state_dict": self.reload_at > 0 or self.snapshots,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 PACKAGE = "minigpt_dist"
 ENTRIES = ("__init__.py", "solution.py", "submission.py", "main.py")
+A_FOLDER = f"a folder with one of {', '.join(ENTRIES)}"
 
 
 @dataclass(frozen=True)
@@ -24,23 +25,20 @@ class Side:
 
 
 def side_at(label: str, place: Path, impl: str | None = None) -> Side:
-    """The implementation in `place`, at `impl` inside it if that is given. ValueError if none is there: "is X, but should be Y"."""
+    """The implementation in `place`, at `impl` inside it if that is given. ValueError, in one line, if none is there."""
     place = place.resolve()
     root = place if (place / PACKAGE / "__init__.py").is_file() else None
     if impl is not None:
-        path = place / impl
-        if not _contract(path):
-            raise ValueError(
-                f"is without {impl!r}, but should have a Python file, or a folder with one of {', '.join(ENTRIES)}, there"
-            )
-        return Side(label, root, path)
+        if not _contract(place / impl):
+            raise ValueError(f"{label} is without {impl!r}, but should have a Python file, or {A_FOLDER}, there")
+        return Side(label, root, place / impl)
     if root is not None:
         return Side(label, root)
     if place.name == PACKAGE and (place / "__init__.py").is_file():
         return Side(label, place.parent)
     if not _contract(place):
         raise ValueError(
-            f"is {str(place)!r}, but should hold the package {PACKAGE}, or be a Python file or a folder with one of {', '.join(ENTRIES)}"
+            f"{label} is without the package {PACKAGE}, but should hold it, or be a Python file or {A_FOLDER}"
         )
     return Side(label, None, place)
 

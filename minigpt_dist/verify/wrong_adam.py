@@ -21,16 +21,21 @@ Flat = Sequence[Sequence[Tensor]]  # [rank][step]: parameters as one vector (P,)
 FIT = 2e-5  # a wrong formula that fits what was seen leaves only float32 rounding; the bound for right ones is a fifth of it
 
 
-@dataclass(frozen=True)
+MOST = 2000  # elements that a diagnosis looks at
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """The trainable parameters of a scenario as one vector of P elements, laid out in declaration order and cut evenly over N ranks.
 
-    tensor: which tensor each element belongs to. owner: the rank whose slice holds it. start: values before training.
+    Of a large scenario only a sample is looked at, evenly spread: P then counts its elements. places: where they are in the whole.
+    tensor: which tensor each belongs to. owner: the rank whose slice holds it. start: values before training.
     """
 
     scenario: Scenario
     world_size: int
     tensors: tuple[int, ...]
+    places: Tensor
     tensor: Tensor
     owner: Tensor
     start: Tensor
@@ -46,11 +51,7 @@ class Layout:
 
     def flatten(self, values: Sequence[Tensor]) -> Tensor:
         """The trainable ones of `values`, which holds every tensor of the scenario, as one float64 vector."""
-        return (
-            torch.cat([values[i].detach().double().reshape(-1) for i in self.tensors])
-            if self.tensors
-            else torch.zeros(0).double()
-        )
+        return _joined([values[i].detach() for i in self.tensors])[self.places]
 
     def option(self, name: str, base: float) -> Tensor:
         """An option of each element: the scenario's own for some tensors, `base` elsewhere."""
@@ -67,32 +68,29 @@ def layout(s: Scenario, world_size: int) -> Layout:
     tensors = tuple(i for i in range(len(s.shapes)) if i not in s.frozen)
     numels = [math.prod(s.shapes[i]) for i in tensors]
     total = sum(numels)
-    starts = [initial_value(s.seed, i, s.shapes[i]).reshape(-1) for i in tensors]
-    return Layout(
-        s,
-        world_size,
-        tensors,
-        torch.repeat_interleave(torch.tensor(tensors, dtype=torch.long), torch.tensor(numels, dtype=torch.long)),
-        torch.arange(total) // max(-(-total // world_size), 1),
-        torch.cat(starts) if starts else torch.zeros(0, dtype=torch.float64),
-    )
+    tensor = torch.repeat_interleave(torch.tensor(tensors, dtype=torch.long), torch.tensor(numels, dtype=torch.long))
+    owner = torch.arange(total) // max(-(-total // world_size), 1)
+    start = _joined([initial_value(s.seed, i, s.shapes[i]) for i in tensors])
+    places = torch.arange(0, total, max(total // MOST, 1))
+    return Layout(s, world_size, tensors, places, tensor[places], owner[places], start[places])
 
 
-@functools.lru_cache(maxsize=128)
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements as one float64 vector."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.double().reshape(-1) for t in tensors)])
+
+
+@functools.lru_cache(maxsize=512)
 def _local(s: Scenario, world_size: int, step: int, part: int) -> Tensor:
     """(N, P): what backward number `part` of `step` gives on each rank, zeros where a rank gets nothing."""
     rows = []
     for rank in range(world_size):
         off = s.without_gradient(step, rank, world_size)
         row = [
-            (
-                rank_gradient(s.seed, i, s.shapes[i], step, rank, part)
-                if i not in off
-                else torch.zeros(s.shapes[i], dtype=torch.float64)
-            ).reshape(-1)
+            torch.zeros(s.shapes[i]) if i in off else rank_gradient(s.seed, i, s.shapes[i], step, rank, part)
             for i in layout(s, world_size).tensors
         ]
-        rows.append(torch.cat(row) if row else torch.zeros(0, dtype=torch.float64))
+        rows.append(_joined(row)[layout(s, world_size).places])
     return torch.stack(rows)
 
 
@@ -161,7 +159,7 @@ class Mistake:
     correct_second: bool = True
     eps_inside: bool = False
     eps: float | None = None
-    betas: Callable[[tuple[float, float]], tuple[float, float]] = lambda b: b
+    betas: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda beta1, beta2: (beta1, beta2)
     lr: Callable[[float, int], float] = lambda lr, N: lr
     edits: str = "now"
     groups: bool = True
@@ -245,13 +243,24 @@ class Simulation:
         base = m.lr(s.lr * self.state.factor, self.at.world_size)
         return self.at.option("lr", base) if m.groups else torch.full_like(self.at.start, base)
 
+    def _constants(self, m: Mistake) -> tuple[Tensor, Tensor, Tensor]:
+        """beta1, beta2 and eps of each element."""
+        s = self.at.scenario
+        given = [self.at.option(name, base) for name, base in (("beta1", s.betas[0]), ("beta2", s.betas[1]), ("eps", s.eps))]
+        if not m.groups:
+            given = [torch.full_like(self.at.start, base) for base in (*s.betas, s.eps)]
+        beta1, beta2 = m.betas(given[0], given[1])
+        return beta1, beta2, given[2] if m.eps is None else torch.full_like(given[2], m.eps)
+
     def _update(self, m: Mistake, g: Tensor, active: Tensor) -> None:
         s, x = self.at.scenario, self.state
-        (beta1, beta2), eps = m.betas(s.betas), s.eps if m.eps is None else m.eps
+        beta1, beta2, eps = self._constants(m)
         lr = self._lr(m)
         decay = m.decay(
             self.at.option("weight_decay", s.weight_decay) if m.groups else torch.full_like(g, s.weight_decay), self.at
         )
+        if m.edits != "ignored":
+            decay = decay * math.prod(f for step, f in s.decay_at if step <= self.step)
         count = x.count + active
         t = m.count(count).clamp(min=0)
         old = (torch.zeros_like(g),) * 2 if m.forget_moments else (x.first, x.second)
@@ -274,18 +283,27 @@ class Simulation:
 
 def steps_fitting(m: Mistake, at: Layout, seen: Flat, since: int = 1) -> int:
     """For how many steps from the first `m` reproduces what every rank showed; `seen[rank][step]` are flat vectors (P,)."""
-    ranks = range(len(seen)) if m.alone else (0,)
     readings = (False, True) if at.scenario.absent else (False,)
-    return max(_fitting([Simulation(m, at, rank, since, zero) for rank in ranks], m.alone, seen) for zero in readings)
+    return max(_fitting(m, at, seen, since, zero) for zero in readings)
 
 
-def _fitting(runs: Sequence[Simulation], alone: bool, seen: Flat) -> int:
+def _fitting(m: Mistake, at: Layout, seen: Flat, since: int, absent_as_zero: bool) -> int:
+    ranks = range(len(seen)) if m.alone else range(1)
+    if not all(fits(_first(m, at, rank, since, absent_as_zero), seen[rank][1]) for rank in ranks):
+        return 0
+    runs = [Simulation(m, at, rank, since, absent_as_zero) for rank in ranks]
     for step in range(1, len(seen[0])):
         shown = [run.advance() for run in runs]
         for rank, values in enumerate(seen):
-            if not fits(shown[rank if alone else 0], values[step]):
+            if not fits(shown[rank if m.alone else 0], values[step]):
                 return step - 1
     return len(seen[0]) - 1
+
+
+@functools.lru_cache(maxsize=8192)
+def _first(m: Mistake, at: Layout, rank: int, since: int, absent_as_zero: bool) -> Tensor:
+    """What `rank` shows after the first step: most mistakes are told apart by it, whatever is judged, so it is remembered."""
+    return Simulation(m, at, rank, since, absent_as_zero).advance().clone()
 
 
 def fits(a: Tensor, b: Tensor) -> bool:

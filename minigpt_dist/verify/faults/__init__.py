@@ -8,6 +8,7 @@ from minigpt_dist.verify.faults import (
     clipping,
     collective,
     ddp,
+    late,
     layout,
     loading,
     memory,
@@ -33,6 +34,7 @@ FILES = (
     state,
     collective,
     ddp,
+    late,
     saving,
     loading,
 )

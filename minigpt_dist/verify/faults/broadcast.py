@@ -56,7 +56,6 @@ def replicas_start_different() -> Names:
     step=0,
     rank=1,
     tensor="frozen",
-    green=("param_norms",),
 )
 def broadcast_skips_frozen_parameters() -> Names:
     """Parameters that do not require a gradient are left out of the broadcast."""
@@ -75,7 +74,6 @@ def broadcast_skips_frozen_parameters() -> Names:
     step=0,
     rank=1,
     tensor="hidden",
-    green=("param_norms",),
 )
 def broadcast_sends_the_state_dict_only() -> Names:
     """What is broadcast is state_dict(), which lacks buffers that are not persistent."""
@@ -90,7 +88,6 @@ def broadcast_sends_the_state_dict_only() -> Names:
     step=0,
     rank=1,
     tensor="count",
-    green=("param_norms",),
 )
 def broadcast_skips_integer_buffers() -> Names:
     """Only floating-point tensors are sent."""
@@ -108,7 +105,6 @@ def broadcast_skips_integer_buffers() -> Names:
     stage="broadcast",
     step=0,
     tensor="fp64",
-    green=("param_norms",),
 )
 def broadcast_travels_in_float32() -> Names:
     """All tensors travel in one float32 buffer, which loses bits of float64 and of large integers."""
@@ -131,7 +127,7 @@ def broadcast_travels_in_float32() -> Names:
     step=0,
     rank=0,
     tensor="weight",
-    green=("broadcast.first", "param_norms"),
+    green=("broadcast.first",),
 )
 def broadcast_ignores_its_source() -> Names:
     """Rank 0 is always the source, whatever `src` says."""
@@ -146,7 +142,6 @@ def broadcast_ignores_its_source() -> Names:
     step=0,
     rank=0,
     tensor="weight",
-    green=("param_norms",),
     equivalent=((1, "the mean over one rank is its own value"),),
 )
 def broadcast_averages_the_ranks() -> Names:
@@ -171,7 +166,6 @@ def broadcast_averages_the_ranks() -> Names:
     step=0,
     rank=1,
     tensor="transposed",
-    green=("param_norms",),
 )
 def broadcast_into_a_copy() -> Names:
     """A tensor that is not contiguous is copied, the copy is received into and dropped."""
@@ -191,7 +185,6 @@ def broadcast_into_a_copy() -> Names:
     step=0,
     rank=1,
     tensor="large",
-    green=("param_norms",),
 )
 def broadcast_drops_what_exceeds_a_bucket() -> Names:
     """Tensors are gathered into buckets of 64 KiB; one that fits into none is never sent."""
@@ -237,8 +230,8 @@ def broadcast_tree_misses_the_odd_rank() -> Names:
     needs="a tied parameter",
     check="broadcast.first",
     stage="broadcast",
-    tensor="tied",
-    green=("param_norms", "oracle"),
+    tensor="weight",
+    green=("oracle",),
 )
 def broadcast_unties_parameters() -> Names:
     """Each received value becomes a new Parameter under each of its names: tied weights drift apart from then on."""
@@ -262,7 +255,6 @@ def broadcast_unties_parameters() -> Names:
     stage="broadcast",
     step=0,
     tensor="frozen",
-    green=("param_norms",),
 )
 def broadcast_thaws_frozen_parameters() -> Names:
     """After the broadcast every parameter requires a gradient."""
@@ -292,5 +284,23 @@ def broadcast_reseeds_instead() -> Names:
             for child in module.modules():
                 if hasattr(child, "reset_parameters"):
                     child.reset_parameters()
+
+    return {"broadcast_parameters": broadcast_parameters}
+
+
+@fault(
+    source="model.eval() before sending, and no way back",
+    needs="a module in training mode, and one that is not",
+    check="broadcast.first",
+    stage="broadcast",
+    step=0,
+    green=("oracle",),
+)
+def broadcast_switches_the_mode() -> Names:
+    """The module comes back in training mode, whatever it was in."""
+
+    def broadcast_parameters(module: nn.Module, src: int = 0) -> None:
+        base.broadcast_parameters(module, src)
+        module.train()
 
     return {"broadcast_parameters": broadcast_parameters}

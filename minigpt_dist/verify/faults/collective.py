@@ -128,7 +128,6 @@ def message_lengths_differ_by_rank() -> Names:
     stage="gather",
     step=1,
     tensor="p0",
-    green=("param_norms",),
 )
 def every_second_step_skipped() -> Names:
     """step() does its work at every second call only."""

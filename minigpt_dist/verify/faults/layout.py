@@ -127,7 +127,6 @@ def empty_rank_skips_the_exchange() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("param_norms",),
 )
 def gradients_shifted_by_one() -> Names:
     """The flat gradient is one element ahead of the flat parameters."""
@@ -147,7 +146,7 @@ def gradients_shifted_by_one() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("optimizer.tiny", "param_norms"),
+    green=("optimizer.tiny",),
 )
 def gradients_in_reversed_order() -> Names:
     """Gradients are laid out in reversed parameter order, parameters in declaration order."""
@@ -168,7 +167,7 @@ def gradients_in_reversed_order() -> Names:
     stage="optimizer",
     step=1,
     tensor="p5",
-    green=("optimizer.one_tensor", "param_norms"),
+    green=("optimizer.one_tensor",),
 )
 def parameter_outside_the_flat_buffer() -> Names:
     """Scalars are not put into the flat buffer, and so never updated."""
@@ -210,7 +209,7 @@ def stops_at_an_empty_tensor() -> Names:
     stage="optimizer",
     step=1,
     tensor="p0",
-    green=("optimizer.plain", "param_norms"),
+    green=("optimizer.plain",),
 )
 def only_the_first_bucket_is_updated() -> Names:
     """Of a slice, only the first 32,768 elements are updated."""
@@ -299,7 +298,6 @@ def last_slice_not_gathered() -> Names:
     step=1,
     tensor="p0",
     world_size=3,
-    green=("param_norms",),
     equivalent=((1, "one slice is in order"),),
 )
 def slices_joined_in_reverse() -> Names:
@@ -319,7 +317,6 @@ def slices_joined_in_reverse() -> Names:
     stage="gather",
     step=1,
     world_size=11,
-    green=("param_norms",),
     equivalent=tuple((N, "up to ten ranks sort alike as text and as numbers") for N in range(1, 11)),
 )
 def slices_joined_as_text() -> Names:
@@ -340,7 +337,6 @@ def slices_joined_as_text() -> Names:
     stage="gather",
     step=1,
     tensor="p0",
-    green=("param_norms",),
 )
 def optimizer_on_copies_of_the_parameters() -> Names:
     """The optimizer holds a deep copy of the module; the module that is trained never changes."""

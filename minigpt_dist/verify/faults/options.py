@@ -46,7 +46,7 @@ def lr_edits_ignored() -> Names:
     stage="optimizer",
     step=2,
     tensor="p0",
-    green=("optimizer.plain", "param_norms"),
+    green=("optimizer.plain",),
 )
 def lr_edits_one_step_late() -> Names:
     """The learning rate of a step is the one that was set before the last step ended."""
@@ -225,5 +225,117 @@ def tied_parameter_reduced_twice() -> Names:
                     dist.all_reduce(whole := whole.contiguous())
                     p.grad = whole
             return self.cut(self.flat_grads()) / self.world_size
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="options of groups flattened into one",
+    needs="a group with an eps of its own",
+    check="optimizer.groups_eps",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.large_eps"),
+)
+def group_eps_ignored() -> Names:
+    """All groups use the first group's eps."""
+
+    class Zero(GroupedZero):
+        def update(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+            super().update(p, grad, {**group, "eps": self.param_groups[0]["eps"]})
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="options of groups flattened into one",
+    needs="a group with betas of its own",
+    check="optimizer.groups_betas",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.betas"),
+)
+def group_betas_ignored() -> Names:
+    """All groups use the first group's betas."""
+
+    class Zero(GroupedZero):
+        def update(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+            super().update(p, grad, {**group, "betas": self.param_groups[0]["betas"]})
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="defaults copied at construction",
+    needs="an edit of weight decay",
+    check="optimizer.decay_edit",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.weight_decay", "optimizer.groups_decay"),
+)
+def decay_edits_ignored() -> Names:
+    """Each group's weight decay is read once, when the group is added."""
+
+    class Zero(GroupedZero):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+            self.param_groups[-1]["decay"] = self.param_groups[-1]["weight_decay"]
+
+        def update(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+            super().update(p, grad, {**group, "weight_decay": group["decay"]})
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="pytorch/pytorch, ZeroRedundancyOptimizer.add_param_group",
+    needs="a late group with a learning rate of its own",
+    check="optimizer.late_group_lr",
+    stage="optimizer",
+    step=2,
+    tensor="p5",
+    green=("optimizer.plain", "optimizer.late_group", "optimizer.groups_lr"),
+)
+def late_group_gets_the_defaults() -> Names:
+    """Parameters of a late group are taken into the first group; options that came with them are dropped."""
+
+    class Zero(GroupedZero):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._built = True
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            if hasattr(self, "_built"):
+                self.param_groups[0]["params"].extend(param_group["params"])
+            else:
+                super().add_param_group(param_group)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="tenstorrent/tt-metal#54320, the other way round: options restored by an object nobody edits",
+    needs="an edit of the learning rate after a load",
+    check="optimizer.reload_edit",
+    stage="optimizer",
+    step=4,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.reload", "optimizer.lr_edit"),
+)
+def lr_edits_lost_after_a_load() -> Names:
+    """Loading keeps the saved learning rate in a place of its own, which later edits do not reach."""
+
+    class Zero(LessonZero):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self._loaded = self.lr
+
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            now, self.lr = self.lr, getattr(self, "_loaded", self.lr)
+            super().apply(first, second)
+            self.lr = now
 
     return {"ZeroOptimizer": Zero}

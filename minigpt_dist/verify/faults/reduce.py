@@ -100,7 +100,6 @@ def nothing_is_reduced() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("param_norms",),
     equivalent=ONE_RANK,
 )
 def engine_bypasses_the_reduction() -> Names:
@@ -127,7 +126,6 @@ def engine_bypasses_the_reduction() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("param_norms",),
     equivalent=ONE_RANK,
 )
 def only_rank_0_counts() -> Names:
@@ -151,7 +149,6 @@ def only_rank_0_counts() -> Names:
     step=1,
     tensor="p0",
     world_size=3,
-    green=("param_norms",),
     equivalent=ONE_RANK,
 )
 def last_rank_left_out_of_the_sum() -> Names:
@@ -176,7 +173,6 @@ def last_rank_left_out_of_the_sum() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("param_norms",),
 )
 def own_share_counts_twice() -> Names:
     """A rank adds its own gradient to a sum that holds it already."""
@@ -195,7 +191,6 @@ def own_share_counts_twice() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("param_norms",),
     equivalent=ONE_RANK,
 )
 def maximum_instead_of_mean() -> Names:
@@ -237,7 +232,7 @@ def gradients_travel_in_bfloat16() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("param_norms", "optimizer_bytes"),
+    green=("optimizer_bytes",),
 )
 def gradients_travel_in_float16() -> Names:
     """Gradients are reduced in float16: small ones become zero."""
@@ -256,7 +251,7 @@ def gradients_travel_in_float16() -> Names:
     stage="reduce",
     step=7,
     tensor="p0",
-    green=("optimizer.plain", "param_norms"),
+    green=("optimizer.plain",),
     equivalent=((1, "nothing is sent"),),
 )
 def message_zeroed_once() -> Names:
@@ -277,7 +272,6 @@ def message_zeroed_once() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("param_norms",),
 )
 def gradients_one_step_late() -> Names:
     """The update uses the gradient whose reduction was started a step ago."""
@@ -298,7 +292,7 @@ def gradients_one_step_late() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("optimizer.one_tensor", "param_norms"),
+    green=("optimizer.one_tensor",),
     equivalent=ONE_RANK,
 )
 def reduced_before_the_copy_finished() -> Names:
@@ -324,7 +318,6 @@ def reduced_before_the_copy_finished() -> Names:
     stage="reduce",
     step=1,
     tensor="p0",
-    green=("optimizer.tiny", "param_norms"),
 )
 def double_buffer_index_reset() -> Names:
     """Two buckets take turns in one buffer: the first is overwritten by the second while it is in flight."""

@@ -382,3 +382,23 @@ def checkpoints_share_their_shards() -> Names:
         "save_sharded": save_sharded,
         "load_sharded": lambda src, expected_world_size: base.load_sharded(str(Path(src).parent), expected_world_size),
     }
+
+
+@fault(
+    source="keep-the-last-one retention that removes before it writes",
+    needs="a kill during the save, an older checkpoint in another folder",
+    check="checkpoint.killed_first_save",
+    stage="save",
+    step=10,
+    green=("checkpoint.round_trip", "checkpoint.killed_save"),
+)
+def other_checkpoints_removed_first() -> Names:
+    """Checkpoints in folders beside the new one are removed before it is written."""
+
+    def save_sharded(states: list[State], dest: str, step: int) -> object:
+        if not Path(dest).exists():
+            for other in Path(dest).parent.glob("*/manifest.json"):
+                other.unlink()
+        return base.save_sharded(states, dest, step)
+
+    return {"save_sharded": save_sharded}

@@ -39,23 +39,34 @@ def _deepspeed(stage: int, traits: Traits) -> Peer:
 
 PEERS: dict[str, Peer] = {
     "torch-ddp": Peer(
-        "data_parallel", "DataParallel", Traits(8, "all", settles_on_resume=True, order="buckets"), offers=("DistributedDataParallel",)
+        "data_parallel",
+        "DataParallel",
+        Traits(8, "all", settles_on_resume=True, order="buckets"),
+        offers=("DistributedDataParallel",),
     ),
     "torch-zero": Peer(
-        "data_parallel", "ZeroRedundancy", Traits(8, "whole", settles_on_resume=True, order="buckets"), offers=("ZeroOptimizer",)
+        "data_parallel",
+        "ZeroRedundancy",
+        Traits(8, "whole", settles_on_resume=True, order="buckets"),
+        offers=("ZeroOptimizer",),
     ),
     "fsdp2": Peer("fully_sharded", "FullyShard", Traits(8, "rows", sharded_parameters=True, order="units")),
     "deepspeed-1": _deepspeed(1, Traits(12, "flat", alignment=2, buffers=True, order="flat")),
     "deepspeed-2": _deepspeed(2, Traits(12, "flat", alignment=2, buffers=True, order="reversed")),
-    "deepspeed-3": _deepspeed(3, Traits(12, "slices", buffers=True, order="each")),
+    "deepspeed-3": _deepspeed(3, Traits(12, "slices", buffers=True, order="slices")),
 }
+
+# Pieces rather than whole runs: `--impl` cannot put them to the suite, their tests hold them against one process.
+LAYERS: dict[str, tuple[str, ...]] = {"torch-pipelining": (), "torch-tp": (), "megatron": ("megatron.core",)}
 
 
 def peer_of(spec: str) -> Peer | None:
-    """The peer that `spec` names, None for any other kind of spec. ValueError for a peer that is not in the list."""
+    """The peer that `spec` names, None for any other kind of spec. ValueError for one that is no whole run, or not in the list."""
     if not spec.startswith(PREFIX):
         return None
     name = spec.removeprefix(PREFIX)
+    if name in LAYERS:
+        raise ValueError(f"peer {name!r} is a piece, but should be a whole run: one of {', '.join(PEERS)}")
     if name not in PEERS:
         raise ValueError(f"peer is {name!r}, but should be one of {', '.join(PEERS)}")
     return PEERS[name]
@@ -69,9 +80,22 @@ def traits_of(spec: str) -> Traits | None:
 
 def unavailable(spec: str) -> str:
     """Why a peer cannot run here: the packages that are not installed. Empty if it can, and for what is no peer."""
-    peer = peer_of(spec)
-    absent = [name for name in (peer.needs if peer else ()) if importlib.util.find_spec(name) is None]
+    name = spec.removeprefix(PREFIX)
+    if name in LAYERS and spec != name:
+        needs = LAYERS[name]
+    else:
+        peer = peer_of(spec)
+        needs = peer.needs if peer else ()
+    absent = [package for package in needs if not _installed(package)]
     return f"{spec} needs {', '.join(absent)}: {INSTALL}" if absent else ""
+
+
+def _installed(package: str) -> bool:
+    """Can it be imported? Only looked up: not imported here."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package it would lie in is not there either
+        return False
 
 
 def build(name: str) -> ModuleType:

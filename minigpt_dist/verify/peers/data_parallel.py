@@ -16,12 +16,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from minigpt_dist.config import TrainConfig
+from minigpt_dist.verify.peers.adamw import adamw_options
 from minigpt_dist.worker import OURS, Pieces, State
-
-
-def adamw_options(config: TrainConfig) -> dict[str, Any]:
-    """The options of torch.optim.AdamW that a run sets."""
-    return {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
 
 
 class DataParallel:
@@ -35,7 +31,9 @@ class DataParallel:
 
     def pieces(self) -> Pieces:
         """The worker's pieces; one object serves one run."""
-        return replace(OURS, broadcast=self.wrap, optimizer=self.optimizer, save=save, load=self.load, forward=self.forward)
+        return replace(
+            OURS, broadcast=self.wrap, optimizer=self.optimizer, save=save, load=self.load, forward=self.forward
+        )
 
     def wrap(self, module: nn.Module) -> None:
         """Construction sends rank 0's parameters to all."""
@@ -75,7 +73,7 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
     """ZeroRedundancyOptimizer whose state is its own shard: torch's would first collect everyone's on one rank, and keep it there."""
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
+        return dict(self.optim.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optim.load_state_dict(state_dict)

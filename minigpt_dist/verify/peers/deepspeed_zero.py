@@ -6,6 +6,7 @@ engine keeps what it hooked: each run needs processes of its own.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from minigpt_dist.config import TrainConfig
-from minigpt_dist.verify.peers.data_parallel import adamw_options
+from minigpt_dist.verify.peers.adamw import adamw_options
 from minigpt_dist.worker import OURS, Pieces, State
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as the package is imported
 
-import deepspeed  # noqa: E402 - after the line above
+deepspeed: Any = importlib.import_module("deepspeed")  # by name, so that types can be checked where it is not installed
 
 # Its shared-memory all-reduce serves inference only, and is compiled on first use: without it no compiler is needed.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -81,7 +82,9 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self.engine, zero = engine, engine.optimizer
         self.adamw = zero.optimizer
-        self.masters: list[Tensor] = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+        self.masters: list[Tensor] = (
+            getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+        )
 
     def zero_grad(self) -> None:
         self.engine.zero_grad()
@@ -91,7 +94,11 @@ class EngineState:
 
     def state_dict(self) -> dict[str, Any]:
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups]
-        return {"master": [m.data for m in self.masters], "moments": [self.adamw.state.get(m, {}) for m in self.masters], "options": options}
+        return {
+            "master": [m.data for m in self.masters],
+            "moments": [self.adamw.state.get(m, {}) for m in self.masters],
+            "options": options,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is left to do: the engine's own load has put the state in place."""

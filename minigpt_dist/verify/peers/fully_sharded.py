@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.ddp import broadcast_parameters
-from minigpt_dist.verify.peers.data_parallel import adamw_options
+from minigpt_dist.verify.peers.adamw import adamw_options
 from minigpt_dist.worker import OURS, Pieces, State
 
 
@@ -32,7 +32,14 @@ class FullyShard:
 
     def pieces(self) -> Pieces:
         """The worker's pieces; one object serves one run."""
-        return replace(OURS, broadcast=self.shard, optimizer=self.optimizer, save=self.save, load=self.load, full_parameters=full_parameters)
+        return replace(
+            OURS,
+            broadcast=self.shard,
+            optimizer=self.optimizer,
+            save=self.save,
+            load=self.load,
+            full_parameters=full_parameters,
+        )
 
     def shard(self, module: nn.Module) -> None:
         """Make ranks equal, then cut: fully_shard itself cuts whatever each rank has."""
@@ -48,15 +55,20 @@ class FullyShard:
         return self.state
 
     def save(self, state: State, folder: Path, step: int, config: TrainConfig) -> object:
-        return dcp.save(_keyed_by_rank(state), checkpoint_id=folder / "checkpoint")
+        return state_dict_saver.save(_keyed_by_rank(state), checkpoint_id=folder / "checkpoint")
 
     def load(self, folder: Path, world_size: int, rank: int) -> State:
         """torch.distributed.checkpoint reads into tensors that are there already."""
         assert self.model is not None
         assert self.state is not None
-        state = {"step": 0, "model": self.model.state_dict(), "optimizer": self.state.blank(), "rng": torch.get_rng_state()}
+        state = {
+            "step": 0,
+            "model": self.model.state_dict(),
+            "optimizer": self.state.blank(),
+            "rng": torch.get_rng_state(),
+        }
         keyed = _keyed_by_rank(state)
-        dcp.load(keyed, checkpoint_id=folder / "checkpoint")
+        state_dict_loader.load(keyed, checkpoint_id=folder / "checkpoint")
         return {**keyed, "rng": keyed[f"rng-rank{rank}"]}
 
 

@@ -5,23 +5,20 @@ Owns both sides. Its DistributedDataParallel, its GPTModel and its schedules ask
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
-from megatron.core import ModelParallelConfig, parallel_state
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
-)
 from torch import Tensor
 from torch.nn import functional as F
 
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.verify.peers.tensor_parallel import Answers
 
-Shards = dict[str, tuple[Tensor, int]]
+# By name, so that types can be checked where it is not installed.
+core: Any = importlib.import_module("megatron.core")
+layers: Any = importlib.import_module("megatron.core.tensor_parallel")
+
 SIZES = {"vocab": 48, "embed": 24, "hidden": 96, "tokens": 10}  # divisible by 1, 2, 3 and 4 ranks
 
 
@@ -43,16 +40,18 @@ def _tokens() -> tuple[Tensor, Tensor]:
 def sharded_body(dtype: str) -> Answers:
     """On any number of ranks: losses, and the gradient of every weight, whole."""
     N, rank = world()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=N)
+    core.parallel_state.initialize_model_parallel(tensor_model_parallel_size=N)
     options: dict[str, Any] = {
-        "config": ModelParallelConfig(tensor_model_parallel_size=N, use_cpu_initialization=True, params_dtype=getattr(torch, dtype)),
+        "config": core.ModelParallelConfig(
+            tensor_model_parallel_size=N, use_cpu_initialization=True, params_dtype=getattr(torch, dtype)
+        ),
         "init_method": torch.nn.init.zeros_,
     }
     E, H, V = SIZES["embed"], SIZES["hidden"], SIZES["vocab"]
-    embedding = VocabParallelEmbedding(V, E, **options)
-    up = ColumnParallelLinear(E, H, gather_output=False, **options)
-    down = RowParallelLinear(H, E, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
-    head = ColumnParallelLinear(E, V, bias=False, gather_output=False, **options)
+    embedding = layers.VocabParallelEmbedding(V, E, **options)
+    up = layers.ColumnParallelLinear(E, H, gather_output=False, **options)
+    down = layers.RowParallelLinear(H, E, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
+    head = layers.ColumnParallelLinear(E, V, bias=False, gather_output=False, **options)
     cuts: dict[str, tuple[torch.nn.Parameter, int | None]] = {
         "embedding": (embedding.weight, 0), "up": (up.weight, 0), "up.bias": (up.bias, 0), "down": (down.weight, 1),
         "down.bias": (down.bias, None), "head": (head.weight, 0),
@@ -63,7 +62,7 @@ def sharded_body(dtype: str) -> Answers:
     ids, targets = _tokens()
     x = embedding(ids)
     x = x + down(F.gelu(up(x)[0]))[0]
-    losses = vocab_parallel_cross_entropy(head(x)[0], targets)
+    losses = layers.vocab_parallel_cross_entropy(head(x)[0], targets)
     losses.mean().backward()
     return {"losses": losses.detach(), **{name: _whole(p.grad, dim) for name, (p, dim) in cuts.items()}}
 
@@ -86,5 +85,5 @@ def whole_body(dtype: str) -> Answers:
     x = x + F.gelu(x @ w["up"].T + w["up.bias"]) @ w["down"].T + w["down.bias"]
     logits = x @ w["head"].T
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    losses.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
+    losses.mean().backward()
     return {"losses": losses.detach(), **{name: t.grad for name, t in w.items() if t.grad is not None}}

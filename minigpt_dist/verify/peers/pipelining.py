@@ -17,7 +17,7 @@ from minigpt_dist.corpus import make_corpus, read_batch
 from minigpt_dist.model import MiniGPT, next_token_loss
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import digest
-from minigpt_dist.verify.peers.data_parallel import adamw_options
+from minigpt_dist.verify.peers.adamw import adamw_options
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 STAGES = 2
@@ -33,8 +33,11 @@ class Stage(nn.Module):
         super().__init__()
         share = len(model.blocks) // STAGES
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(index * share, (index + 1) * share)})
-        self.tok_embed, self.pos_embed = (model.tok_embed, model.pos_embed) if index == 0 else (None, None)
-        self.ln_f, self.head = (model.ln_f, model.head) if index == STAGES - 1 else (None, None)
+        first, last = index == 0, index == STAGES - 1
+        self.tok_embed: nn.Module | None = model.tok_embed if first else None
+        self.pos_embed: nn.Module | None = model.pos_embed if first else None
+        self.ln_f: nn.Module | None = model.ln_f if last else None
+        self.head: nn.Module | None = model.head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Token ids (B, S), or the stage before's activations (B, S, E), to activations, or logits (B, S, vocab)."""
@@ -42,7 +45,9 @@ class Stage(nn.Module):
             x = self.tok_embed(x) + self.pos_embed(torch.arange(x.shape[1]))
         for block in self.blocks.values():
             x = block(x)
-        return x if self.head is None or self.ln_f is None else self.head(self.ln_f(x))
+        if self.head is not None and self.ln_f is not None:
+            x = self.head(self.ln_f(x))
+        return x
 
 
 def _start(config: dict[str, Any]) -> tuple[TrainConfig, MiniGPT, Tensor]:
@@ -88,7 +93,7 @@ def accumulation_body(config: dict[str, Any]) -> dict[str, Any]:
         for m in range(c.micro_batches):
             x, y = read_batch(corpus, c, step, 0, m)
             loss = next_token_loss(model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
+            loss.backward()
             here.append(loss.item())
         for p in model.parameters():
             assert p.grad is not None

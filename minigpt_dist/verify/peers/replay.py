@@ -15,7 +15,7 @@ from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus, read_batch
 from minigpt_dist.model import MiniGPT, next_token_loss
 from minigpt_dist.trace import digest
-from minigpt_dist.verify.peers.data_parallel import adamw_options
+from minigpt_dist.verify.peers.adamw import adamw_options
 from minigpt_dist.verify.ring_order import ring_sum
 
 FIRST_BUCKET = 1 << 20  # bytes that DistributedDataParallel puts into its first bucket
@@ -31,7 +31,7 @@ class Replay:
         self.named = dict(self.model.named_parameters())
         self.ready: list[str] = []
         for name, p in self.named.items():
-            p.register_post_accumulate_grad_hook(lambda _, name=name: self.ready.append(name))  # type: ignore[misc]  # default binds now
+            p.register_post_accumulate_grad_hook(lambda _, name=name: self.ready.append(name))
 
     def gradients(self, step: int, corpus: Tensor) -> list[dict[str, Tensor]]:
         """Per rank, the gradient of its block at `step`, counted from 0."""
@@ -40,12 +40,14 @@ class Replay:
             self.model.zero_grad()
             self.ready.clear()
             x, y = read_batch(corpus, self.config, step, rank)
-            next_token_loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
+            next_token_loss(self.model(x), y).backward()
             found.append({name: p.grad for name, p in self.named.items() if p.grad is not None})
         return found
 
 
-def _as_one(names: Sequence[str], grads: list[dict[str, Tensor]], before: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def _as_one(
+    names: Sequence[str], grads: list[dict[str, Tensor]], before: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Ring-sum the named gradients as one vector, laid out in the order given; `before` is applied to each rank's."""
     total = ring_sum([before(torch.cat([g[name].reshape(-1) for name in names])) for g in grads])
     parts = total.split([grads[0][name].numel() for name in names])
@@ -63,17 +65,11 @@ def buckets(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[s
 
 
 def units(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
-    """fully_shard by blocks: a unit's gradients in one vector of N equal parts, each the rows of one rank, padded. Divided by N after."""
-    N = len(grads)
+    """fully_shard by blocks: a vector for each unit, every parameter cut by rows. Divided by N after."""
     total: dict[str, Tensor] = {}
     for names in _units(list(replay.named)):
-        packed = [torch.cat([_rows(g[name], N) for name in names], dim=1).reshape(-1) for g in grads]
-        blocks = (ring_sum(packed) / N).view(N, -1)
-        widths = [_rows(grads[0][name], N).shape[1] for name in names]
-        for name, part in zip(names, blocks.split(widths, dim=1), strict=True):
-            whole = grads[0][name]
-            total[name] = part.reshape(-1)[: whole.numel()].view_as(whole)
-    return total
+        total.update(_cut_for_ranks(names, grads, _rows))
+    return {name: part / len(grads) for name, part in total.items()}
 
 
 def _units(names: list[str]) -> list[list[str]]:
@@ -83,6 +79,18 @@ def _units(names: list[str]) -> list[list[str]]:
         parts = name.split(".")
         blocks.setdefault(parts[1] if parts[0] == "blocks" else "", []).append(name)
     return list(blocks.values())
+
+
+def _cut_for_ranks(
+    names: Sequence[str], grads: list[dict[str, Tensor]], cut: Callable[[Tensor, int], Tensor]
+) -> dict[str, Tensor]:
+    """Ring-sum one vector of N equal parts, part r holding rank r's share of each named gradient, as `cut` gives it."""
+    N = len(grads)
+    shares = [[cut(g[name], N) for name in names] for g in grads]
+    summed = ring_sum([torch.cat(mine, dim=1).reshape(-1) for mine in shares]).view(N, -1)
+    parts = summed.split([share.shape[1] for share in shares[0]], dim=1)
+    whole = grads[0]
+    return {n: p.reshape(-1)[: whole[n].numel()].view_as(whole[n]) for n, p in zip(names, parts, strict=True)}
 
 
 def _rows(grad: Tensor, world_size: int) -> Tensor:
@@ -103,9 +111,10 @@ def reversed_flat(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> 
     return _as_one(list(replay.named)[::-1], grads, lambda vector: vector / len(grads))
 
 
-def each(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
-    """DeepSpeed ZeRO-3: every parameter a vector of its own. Divided by N before."""
-    return {name: part for name in replay.named for name, part in _as_one([name], grads, lambda v: v / len(grads)).items()}
+def slices(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """DeepSpeed ZeRO-3: one vector, every parameter cut by elements. Divided by N before."""
+    divided = [{name: g / len(grads) for name, g in mine.items()} for mine in grads]
+    return _cut_for_ranks(list(replay.named), divided, lambda grad, N: _rows(grad.reshape(-1), N))
 
 
 ORDERS: dict[str, Callable[[Replay, list[dict[str, Tensor]], int], dict[str, Tensor]]] = {
@@ -113,7 +122,7 @@ ORDERS: dict[str, Callable[[Replay, list[dict[str, Tensor]], int], dict[str, Ten
     "units": units,
     "flat": flat,
     "reversed": reversed_flat,
-    "each": each,
+    "slices": slices,
 }
 
 

@@ -30,7 +30,11 @@ def _answers(mlp: nn.Module, x: Tensor, upstream: Tensor) -> Answers:
     out.backward(upstream)
     assert x.grad is not None
     grads = {name: p.grad for name, p in mlp.named_parameters()}
-    found = {"output": out.detach(), "input.grad": x.grad, **{f"{name}.grad": g for name, g in grads.items() if g is not None}}
+    found = {
+        "output": out.detach(),
+        "input.grad": x.grad,
+        **{f"{name}.grad": g for name, g in grads.items() if g is not None},
+    }
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
 
 

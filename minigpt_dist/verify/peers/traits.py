@@ -18,12 +18,15 @@ class Traits:
     """Facts of one peer.
 
     bytes_per_element: optimizer bytes an owned element costs: 8 (two fp32 moments), 12 (and an fp32 master).
-    owns: "all" (every rank, everything), "whole" (each parameter has one owner), "rows" (a block of rows of every parameter), "slices" (a
-    slice of every parameter) or "flat" (a slice of one vector). alignment: a flat vector is padded to a multiple of this many elements a
-    rank. buffers: buckets and gradient slices stay allocated, so only the tensors of the optimizer's state are counted. counters: does each owned parameter
-    carry a step count? sharded_parameters: the parameter shard is itself the fp32 master and counts 4 more, padded to equal blocks.
-    settles_on_resume: a fresh wrapper adds gradients in another order at its first backward than later, so its load runs one
-    forward and backward first. order: how the mean gradient is added up (`replay.py`), "" where it is not known.
+    owns: "all" (every rank, everything), "whole" (each parameter has one owner), "rows" (a block of rows of every
+        parameter), "slices" (a slice of every parameter) or "flat" (a slice of one vector).
+    alignment: a flat vector is padded to a multiple of this many elements a rank.
+    buffers: buckets and gradient slices stay allocated, so only the tensors of the optimizer's state are counted.
+    counters: each owned parameter carries a step count.
+    sharded_parameters: the parameter shard is itself the fp32 master and counts 4 more, padded to equal blocks.
+    settles_on_resume: a fresh wrapper adds gradients in another order at its first backward than later, so its load
+        runs one forward and backward first.
+    order: how the mean gradient is added up, a name in `replay.ORDERS`.
     """
 
     bytes_per_element: int

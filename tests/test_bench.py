@@ -1,0 +1,125 @@
+"""`minigpt-dist bench`: fair turns, ratios within a round, and a command that prints, writes and judges them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from minigpt_dist.bench import launch, step
+from minigpt_dist.bench.comparison import Comparison
+from minigpt_dist.bench.interleave import interleaved, slowest
+from minigpt_dist.cli import bench
+from minigpt_dist.cli.commands import parser_of
+from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError
+from minigpt_dist.launch import run_world
+
+MEASURED = Comparison(
+    "a call",
+    {"mine": [1.0, 9.0, 3.0], "rival": [2.0, 10.0, 4.0], "other": [1.0, 1.0, 1.0]},
+    ours="mine",
+    goals={"rival": 0.75, "other": 1.0},
+    limits={"mine": 3.0},
+)
+
+
+def command(line: str) -> int:
+    return bench.run(parser_of(bench).parse_args(line.split()))
+
+
+def rows(out: str, title: str) -> dict[str, list[str]]:
+    """The table below `title`: a variant's name -> the words of its row."""
+    lines = out.split(f"\n{title}")[1].split("\n\n")[0].splitlines()[2:]
+    return {line.split("  ")[0]: line.split() for line in lines}
+
+
+def test_turns_alternate_and_each_round_starts_with_another() -> None:
+    turns: list[str] = []
+    actions = {name: lambda name=name: turns.append(name) for name in "abc"}
+    seconds = interleaved(actions, rounds=2, calls=2, before=lambda: turns.append("-"))
+    assert "".join(turns) == "-a-b-c" + "-aa-bb-cc" + "-bb-cc-aa"
+    assert [len(seconds[name]) for name in "abc"] == [2, 2, 2]
+
+
+def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
+    assert slowest([{"x": [1.0, 5.0]}, {"x": [2.0, 4.0]}]) == {"x": [2.0, 5.0]}
+
+
+def test_ratio_is_the_median_of_ratios_within_a_round() -> None:
+    assert (MEASURED.ratio("rival"), MEASURED.ratio("other"), MEASURED.ratio("mine")) == (0.75, 3.0, None)
+
+
+def test_goals_are_met_up_to_their_bound() -> None:
+    assert {name: MEASURED.met(name) for name in MEASURED.seconds} == {"mine": True, "rival": True, "other": False}
+    assert MEASURED.missed == ["other"]
+
+
+def test_without_goals_nothing_can_be_missed() -> None:
+    assert Comparison("a call", {"x": [1.0]}).to_dict()["rows"][0]["met"] is None
+
+
+def test_steps_are_measured_beside_every_rival(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = f"step --world-size 2 --rounds 2 --steps 1 --json {tmp_path / 'out.json'}"
+    assert command(line) == EXIT_OK
+    out, written = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    found = rows(out, "Training step, tiny: P = 29,824, 2 ranks, 2 rounds of 1 steps")
+    assert list(found) == [name for name in step.VARIANTS if name != step.FSDP2]
+    assert [found[name][-3:-1] for name in (step.DDP, step.ZRO)] == [["<=", "1"], ["<=", "0.5"]]
+    assert all(float(found[name][-4]) > 0 for name in (step.DDP, step.ZRO))
+    assert out.splitlines()[0].endswith("one thread a rank. Ratios travel to other machines, milliseconds do not.")
+    assert [len(row["seconds"]) for row in written["comparisons"][0]["rows"]] == [2] * 6
+
+
+def test_fsdp2_takes_a_step_too() -> None:
+    assert [list(rank) for rank in run_world(step.step_body, 2, "tiny", [step.FSDP2], 1, 1)] == [[step.FSDP2]] * 2
+
+
+def test_checkpoints_are_measured_and_put_away(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command(f"checkpoint --world-size 2 --megabytes 1 --rounds 2 --dir {tmp_path}") == EXIT_OK
+    found = rows(capsys.readouterr().out, "Checkpoint of 1 MB, 2 ranks, 2 rounds")
+    assert list(found) == ["ours (save_shard, sha256)", "raw write + fsync", "torch.distributed.checkpoint (no hash)"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_launches_are_measured_against_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("launch --world-size 2 --rounds 2") == EXIT_OK
+    found = rows(capsys.readouterr().out, "One all-reduce, 2 ranks, 2 rounds")
+    assert [row[-4:-1] for row in found.values()] == [["<=", "150", "ms"], ["<=", "10", "ms"]]
+
+
+@pytest.mark.parametrize("limit, code", [(0.0, EXIT_VIOLATED), (math.inf, EXIT_OK)])
+def test_strict_exits_one_where_a_goal_is_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: float, code: int
+) -> None:
+    monkeypatch.setattr(launch, "LIMITS", {launch.POOLED: limit})
+    assert command("launch --world-size 1 --rounds 1 --strict") == code
+    assert ("missed" in capsys.readouterr().out) == (code == EXIT_VIOLATED)
+
+
+WRONG = {
+    "speed": "what is 'speed', but should be one of step, checkpoint, launch, all",
+    "step --size huge": "size is 'huge', but should be one of tiny, medium",
+    "step --rounds 0": "rounds is 0, but should be a whole number of at least 1",
+    "step --steps -1": "steps is -1, but should be a whole number of at least 1",
+    "launch --world-size 0": "world_size is 0, but should be a whole number of at least 1",
+    "checkpoint --megabytes 0": "megabytes is 0, but should be a whole number of at least 1",
+    "checkpoint --dir absent": "dir is 'absent', but should be a folder",
+    "launch --json absent/out.json": "json is 'absent/out.json', but should be a file in a folder that is there",
+    "launch --deadline 0": "deadline is 0.0, but should be a positive, finite number of seconds",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_usage_is_told_before_anything_is_measured(line: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        command(line)
+    assert str(raised.value) == WRONG[line]
+
+
+def test_ranks_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="one of a launcher's ranks"):
+        command("launch")
