@@ -121,7 +121,7 @@ def test_a_fault_in_the_working_tree_is_named_and_blamed(here: Path, capsys: pyt
         "the working tree (observed) against BASE right (expected)\nfirst difference: step 1, rank 0, stage reduce"
         in out
     )
-    assert "the working tree is not correct within rounding; against one process:\n" in out
+    assert "the working tree is not correct within rounding:\n" in out
     assert out.count("cause: a factor N = 2: summed, but not divided\n") == 2
 
 

@@ -16,9 +16,7 @@ from minigpt_dist.verify.ring_order import ring_bounds, ring_sum
 SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 40, 63, 64, 65, 100, 127, 1000, 1001, 4099, 29_824)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(2, marks=pytest.mark.peers), 3, 4, pytest.param(5, marks=pytest.mark.peers)]
-)
+@pytest.fixture(scope="module", params=[*(pytest.param(N, marks=pytest.mark.peers) for N in (2, 3, 5)), 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     with World(request.param, deadline_s=60) as live:
         yield live

@@ -99,7 +99,7 @@ def _print_difference(console: Console, outcome: Outcome, base: Side, head: Side
     )
     for label, beyond in outcome.wrong:
         if beyond is not outcome.difference:
-            say(console, f"\n{label} is not correct within rounding; against one process:\n{beyond.render()}")
+            say(console, f"\n{label} is not correct within rounding:\n{beyond.render()}")
     say(console, "")
 
 

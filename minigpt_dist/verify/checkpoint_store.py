@@ -71,8 +71,6 @@ class Store:
 
 def states_in(loaded: Any) -> list[Any]:
     """The list of states in what load_sharded returned; of a pair it is the list, whatever the manifest is."""
-    if isinstance(loaded, tuple):
-        loaded = next((part for part in loaded if isinstance(part, list)), loaded)
     return states_of(loaded)
 
 

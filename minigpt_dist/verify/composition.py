@@ -77,7 +77,7 @@ def _oracle_step(
             x = tokens[start : start + width].view(c.batch, -1)
             y = tokens[start + 1 : start + width + 1]
             loss = nn.functional.cross_entropy(model(x).view(width, -1), y)
-            grads = torch.autograd.grad(loss / c.micro_batches, params)
+            grads = torch.autograd.grad(loss / c.micro_batches, params, allow_unused=True, materialize_grads=True)
             local = list(grads) if local is None else [a + b for a, b in zip(local, grads, strict=True)]
             losses.append(loss.item())
         assert local is not None

@@ -19,10 +19,10 @@ from typing import Any
 
 from minigpt_dist.verify.loading import load_path
 from minigpt_dist.verify.shapes import (
-    OPTIMIZER_CLASS_WORDS,
     find_data_parallel,
     find_sharded_optimizer,
     finish_function,
+    takes_optimizer_class,
 )
 
 SLOTS: dict[str, tuple[str, ...]] = {
@@ -55,7 +55,7 @@ class Implementation:
     def averages_outside(self) -> bool:
         """Does the optimizer expect gradients that are averaged already (torch's shape), rather than average them itself?"""
         theirs = not self.slots or "optimizer" in self.slots
-        return theirs and any(word in keywords(self.require("ZeroOptimizer"))[0] for word in OPTIMIZER_CLASS_WORDS)
+        return theirs and takes_optimizer_class(keywords(self.require("ZeroOptimizer"))[0] - {"options"})
 
     def require(self, name: str) -> Callable[..., Any]:
         """The callable called `name`. MissingPieceError if the implementation has none."""
@@ -84,7 +84,8 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     found = Implementation(spec, {}, {}, dict(getattr(module, "EXTRAS", {})))
     found.extras.setdefault("ours", spec == OURS)
     torch_shape = {"optimizer": find_sharded_optimizer(module), "ddp": find_data_parallel(module)}
-    if not any(callable(getattr(module, name, None)) for slot in SLOTS if slot != "ddp" for name in SLOTS[slot]):
+    lesson = [n for slot in SLOTS if slot != "ddp" for n in SLOTS[slot] if callable(getattr(module, n, None))]
+    if not lesson or (lesson == ["ZeroOptimizer"] and torch_shape["optimizer"] is not None):
         found.shape = "torch"
         slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
         if not slots:

@@ -8,13 +8,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from minigpt_dist.parallel.collectives import world
-from minigpt_dist.trace import tensor_bytes
+from minigpt_dist.trace import digest, tensor_bytes
 from minigpt_dist.verify.contract import resolve
 from minigpt_dist.verify.linear_probe import LinearModel, weights_for
 from minigpt_dist.verify.plug import build_wrapper, finish
 from minigpt_dist.verify.scenario import Scenario
+
+
+class Buffered(nn.Module):
+    """A linear layer beside buffers that the rank fills itself: a float one, a count, and one that is not saved."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("running", torch.full((3,), float(rank)))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("hidden", torch.full((2,), -float(rank)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.get_buffer("running").sum()
+        return out
+
+
+def construction_body(spec: str, slots: list[str]) -> dict[str, Any]:
+    """Digests of a module's buffers after it was wrapped."""
+    impl = resolve(spec, tuple(slots))
+    if "DistributedDataParallel" not in impl.names:
+        return {"not_judged": "there is no data-parallel wrapper"}
+    module = Buffered(world()[1])
+    build_wrapper(impl, module)
+    return {"buffers": {name: digest(b) for name, b in module.named_buffers()}}
 
 
 def ddp_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def weights_for(s: Scenario, step: int, rank: int, part: int, world_size: int) -
     return [None if i in off else rank_gradient(s.seed, i, shape, step, rank, part) for i, shape in enumerate(s.shapes)]
 
 
-def _snapshot(model: LinearModel) -> list[bytes]:
-    """The parameters as bytes: a tensor kept here would be counted among those the implementation holds."""
-    return [tensor_bytes(p) for p in model.params]
+def _snapshot(model: LinearModel, s: Scenario) -> list[bytes]:
+    """The parameters, in the scenario's dtypes, as bytes: a tensor kept here would be counted as the implementation's."""
+    return [tensor_bytes(p.to(s.dtype_of(i))) for i, p in enumerate(model.params)]
 
 
 class _Run:
@@ -61,6 +61,7 @@ class _Run:
         self.known = baseline() if s.census else []  # looking at every object costs more than all else here
         self.optimizer = self._build(self.model)
         self.other = self._second() if s.twice else None
+        self.evaluations = 0
 
     def _build(self, model: LinearModel) -> Any:
         if self.s.late:
@@ -75,7 +76,7 @@ class _Run:
     def trajectory(self) -> dict[str, Any]:
         """Parameters before training and after each step, what step(closure) returned, bytes held at the end."""
         s, model = self.s, self.model
-        values, returned = [_snapshot(model)], []
+        values, returned = [_snapshot(model, s)], []
         for step in range(1, s.steps + 1):
             for at, factor in s.lr_at:
                 if at == step:
@@ -84,9 +85,11 @@ class _Run:
                 if at == step:
                     scale_decay(self.optimizer, factor)
             if s.late and step == 2:
-                self.optimizer.add_param_group({"params": [model.params[-1]], **s.own_options().get(len(s.shapes) - 1, {})})
+                self.optimizer.add_param_group(
+                    {"params": [model.params[-1]], **s.own_options().get(len(s.shapes) - 1, {})}
+                )
             returned.append(self._step(model, self.optimizer, step))
-            values.append(_snapshot(model))
+            values.append(_snapshot(model, s))
             if self.other:
                 self._step(*self.other, step)
             if s.snapshots:
@@ -97,7 +100,13 @@ class _Run:
                 for _ in range(s.loads):
                     self.optimizer.load_state_dict(state)
         held = census(model, self.known) if s.census else {}
-        return {"values": values, "returned": returned, "bytes": held, "averages_outside": self.impl.averages_outside}
+        return {
+            "values": values,
+            "returned": returned,
+            "bytes": held,
+            "averages_outside": self.impl.averages_outside,
+            "evaluations": self.evaluations,
+        }
 
     def _step(self, model: LinearModel, optimizer: Any, step: int) -> float | None:
         if step not in self.s.keep_grads_before:
@@ -117,15 +126,17 @@ class _Run:
                 total += loss.item()
             return total
 
-        if self.s.closure and not self.impl.averages_outside:
-            result = optimizer.step(run)
-            return None if result is None else float(result)
-        total = run()
-        if self.impl.averages_outside:
-            average_gradients(model.params)
+        def averaged() -> float:
+            total = run()
+            if self.impl.averages_outside:
+                average_gradients(model.params)
+            self.evaluations += 1
+            return total
+
         if self.s.closure:
-            result = optimizer.step(lambda: total)
+            result = optimizer.step(averaged)
             return None if result is None else float(result)
+        averaged()
         optimizer.step()
         return None
 

@@ -91,7 +91,7 @@ def set_lr(optimizer: Any, factor: float) -> None:
     if groups:
         for group in groups:
             group["lr"] *= factor
-    elif isinstance(getattr(optimizer, "lr", None), float):
+    elif isinstance(getattr(optimizer, "lr", None), (float, torch.Tensor)):
         optimizer.lr *= factor
     else:
         raise NotSupportedError("the optimizer has neither param_groups nor lr")

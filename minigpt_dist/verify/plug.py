@@ -143,7 +143,7 @@ def states_of(loaded: Any) -> list[Any]:
         parts = [
             part for kind in (list, dict) for part in loaded if isinstance(part, kind)
         ]  # a manifest may be a dict too
-        loaded = parts[0] if parts else loaded
+        loaded = parts[0] if parts and not all(isinstance(part, dict) for part in loaded) else list(loaded)
     if isinstance(loaded, dict) and all(isinstance(k, int) for k in loaded):
         loaded = [loaded[k] for k in sorted(loaded)]
     if not isinstance(loaded, list):

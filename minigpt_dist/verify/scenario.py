@@ -72,7 +72,9 @@ class Scenario:
         """Tensor -> the options of the parameter group it has to itself, in torch's words."""
         own: dict[int, dict[str, Any]] = {}
         for tensor, option, value in self.groups:
-            named = {"lr": ("lr", self.lr * value), "beta1": ("betas", (value, self.betas[1]))}.get(option, (option, value))
+            named = {"lr": ("lr", self.lr * value), "beta1": ("betas", (value, self.betas[1]))}.get(
+                option, (option, value)
+            )
             own.setdefault(tensor, {})[named[0]] = named[1]
         return own
 
@@ -141,6 +143,16 @@ SCENARIOS: tuple[Scenario, ...] = (
     _s("buckets", "eight tensors of which two or three fill a small bucket", shapes=((1000,),) * 7 + ((5,),), steps=2),
     _s("transposed", "parameters that are not contiguous", transposed=True),
     _s("frozen", "requires_grad False stays as it is, and costs no state", frozen=(1, 4)),
+    _s("frozen_decay", "weight decay leaves frozen parameters alone", frozen=(1, 4), weight_decay=0.25),
+    _s("closure_tiny", "ranks that own nothing evaluate the closure too", closure=True, shapes=((1,), (2,))),
+    _s(
+        "reload_groups",
+        "a state carries every group",
+        groups=((1, "lr", 0.25), (3, "weight_decay", 0.5)),
+        reload_at=2,
+        steps=4,
+    ),
+    _s("huge", "a slice of more than 2^20 elements", shapes=((2_200_000,), (3,)), steps=1),
     _s("unused", "a parameter without gradient on every rank is skipped", absent=((1, -1), (4, -1)), weight_decay=0.25),
     _s(
         "unused_once",
@@ -177,7 +189,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     _s("groups_eps", "each group has its eps", groups=((0, "eps", 0.25), (3, "eps", 1e-3))),
     _s("groups_betas", "each group has its betas", groups=((0, "beta1", 0.5), (2, "beta1", 0.0)), steps=5),
     _s("decay_edit", "an edited weight decay holds from the next step", decay_at=((2, 4.0),), weight_decay=0.25),
-    _s("late_group_lr", "a group added late keeps its own learning rate", late=True, groups=((5, "lr", 0.25),), steps=5),
+    _s(
+        "late_group_lr", "a group added late keeps its own learning rate", late=True, groups=((5, "lr", 0.25),), steps=5
+    ),
     _s("reload_edit", "a learning rate edited after a reload holds", reload_at=2, lr_at=((4, 0.25),), steps=5),
     _s("late_group", "a group added after the first step is optimized", late=True, steps=5),
     _s("reload", "state_dict into a new optimizer changes nothing", reload_at=2, steps=5, betas=(0.9, 0.999)),

@@ -8,45 +8,42 @@ data-parallel wrapper `(module)` or `(module, bucket_size_mb)` with a finish cal
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-FINISH_NAMES = (
-    "finish_gradient_synchronization",
-    "finish_gradient_sync",
-    "finish_grad_sync",
-    "sync_gradients",
-    "sync_grads",
-    "synchronize_gradients",
-    "synchronize",
-    "finish_backward",
-    "finalize_backward",
+# The call after backward has no settled name: these, and any public method of no argument named from these words.
+FINISH_NAMES = ("finish_gradient_synchronization", "sync_gradients", "sync_grads", "synchronize", "all_reduce_grads")
+FINISH_VERBS = (
+    "sync",
+    "synchron",
+    "reduce",
+    "average",
     "finish",
-    "all_reduce_grads",
-    "allreduce_gradients",
-    "average_gradients",
-    "reduce_gradients",
+    "final",
+    "flush",
     "wait",
+    "post_backward",
+    "after_backward",
 )
+NO_FINISH = ("no_sync", "start", "zero", "reset", "require", "async", "init", "broadcast", "param", "buffer", "set_")
 OPTIMIZER_CLASS_WORDS = (
     "optimizer_cls",
     "optimizer_class",
     "optimizer_type",
     "optim_cls",
     "optim_class",
-    "opt_cls",
-    "opt_class",
     "optim",
     "cls",
-    "base_optimizer",
-    "base_optimizer_cls",
-    "base_optimizer_class",
-    "inner_optimizer_cls",
     "inner_cls",
 )
+
+
+def takes_optimizer_class(names: Collection[str]) -> bool:
+    """Is one of these the name of an argument that takes an optimizer's class? `opt`, `base_optimizer_cls`, ... as well."""
+    return any(n in OPTIMIZER_CLASS_WORDS or ("opt" in n and n not in ("options", "opts")) for n in names)
 
 
 def _own_classes(module: ModuleType) -> list[type]:
@@ -69,11 +66,7 @@ def find_sharded_optimizer(module: ModuleType) -> Callable[..., Any] | None:
         return maker  # type: ignore[no-any-return]  # getattr is Any
     for c in _own_classes(module):
         names = _parameters(c)
-        if (
-            len(names) >= 2
-            and any(word in names[1:3] for word in OPTIMIZER_CLASS_WORDS)
-            and callable(getattr(c, "step", None))
-        ):
+        if len(names) >= 2 and takes_optimizer_class(names[1:3]) and callable(getattr(c, "step", None)):
             return c
     return None
 
@@ -92,7 +85,7 @@ def find_data_parallel(module: ModuleType) -> Callable[..., Any] | None:
     for c in _own_classes(module):
         names = _parameters(c)
         callable_module = issubclass(c, nn.Module) or "forward" in vars(c) or "__call__" in vars(c)
-        wraps = bool(names) and names[0] in ("module", "model") and not any(w in names for w in OPTIMIZER_CLASS_WORDS)
+        wraps = bool(names) and names[0] in ("module", "model") and not takes_optimizer_class(names)
         named = any(word in c.__name__.lower() for word in ("ddp", "dataparallel", "data_parallel"))
         if wraps and callable_module and (named or finish_of(c) is not None):
             return c
@@ -100,12 +93,33 @@ def find_data_parallel(module: ModuleType) -> Callable[..., Any] | None:
 
 
 def finish_of(wrapper: Any) -> Callable[..., Any] | None:
-    """The call that ends gradient averaging after backward, under any of its usual names; None if hooks do all of it."""
-    for name in FINISH_NAMES:
+    """The call that ends gradient averaging after backward; None if hooks do all of it."""
+    for name in (*FINISH_NAMES, *_finish_like(wrapper)):
         call = getattr(wrapper, name, None)
         if callable(call):
             return call  # type: ignore[no-any-return]  # getattr is Any
     return None
+
+
+def _finish_like(wrapper: Any) -> list[str]:
+    """Public methods, of the wrapper's own class, that take no argument and sound like the end of a backward pass."""
+    kind = wrapper if inspect.isclass(wrapper) else type(wrapper)
+    found = []
+    for c in inspect.getmro(kind):
+        if c.__module__.startswith("torch.") or c is object:
+            continue
+        for name, method in vars(c).items():
+            sounds = any(verb in name.lower() for verb in FINISH_VERBS) and not any(
+                w in name.lower() for w in NO_FINISH
+            )
+            if sounds and not name.startswith("_") and inspect.isfunction(method) and _needs_no_argument(method):
+                found.append(name)
+    return sorted(found, key=lambda n: "grad" not in n)
+
+
+def _needs_no_argument(method: Callable[..., Any]) -> bool:
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def finish_function(module: ModuleType) -> Callable[..., Any] | None:

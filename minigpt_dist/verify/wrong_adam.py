@@ -246,7 +246,9 @@ class Simulation:
     def _constants(self, m: Mistake) -> tuple[Tensor, Tensor, Tensor]:
         """beta1, beta2 and eps of each element."""
         s = self.at.scenario
-        given = [self.at.option(name, base) for name, base in (("beta1", s.betas[0]), ("beta2", s.betas[1]), ("eps", s.eps))]
+        given = [
+            self.at.option(name, base) for name, base in (("beta1", s.betas[0]), ("beta2", s.betas[1]), ("eps", s.eps))
+        ]
         if not m.groups:
             given = [torch.full_like(self.at.start, base) for base in (*s.betas, s.eps)]
         beta1, beta2 = m.betas(given[0], given[1])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minigpt_dist.verify.adam_oracle import mean_gradient
 from minigpt_dist.verify.checks.registry import Check, register
-from minigpt_dist.verify.ddp_probe import ddp_body
+from minigpt_dist.verify.ddp_probe import construction_body, ddp_body
 from minigpt_dist.verify.gradients import initial_value
 from minigpt_dist.verify.scenario import BY_NAME, Scenario
 from minigpt_dist.verify.subject import NotJudged, Subject
@@ -17,6 +17,7 @@ from minigpt_dist.verify.violation import Violation
 
 # The sums over ranks are exact in float32; what is left is one rounding of the division (before or after): 2 ulp.
 GRAD_REL = 2.5e-7
+GRAD_REL_FLOAT64 = 1e-15
 # torch's own wrapper refuses the last, unless told to look for unused parameters; so may others.
 EXOTIC = frozenset({"transposed", "empty_tensor", "float64", "unused_on_one", "mixed"})
 ASKED = (
@@ -99,7 +100,8 @@ def _wrong_gradient(s: Scenario, world_size: int, step: int, rank: int, i: int, 
             "the gradient", "absent", "the mean over ranks", "reduce", step=step, rank=rank, tensor=f"p{i}"
         )
     seen = _tensor(raw, s, i).double().flatten()
-    off = (seen - wanted.flatten()).abs() > GRAD_REL * wanted.flatten().abs()
+    relative = GRAD_REL if s.dtype_of(i) == torch.float32 else GRAD_REL_FLOAT64
+    off = (seen - wanted.flatten()).abs() > relative * wanted.flatten().abs()
     off |= ~torch.isfinite(seen)
     if not bool(off.any()):
         return None
@@ -145,8 +147,33 @@ def _check(name: str) -> Check:
         "reduce",
         world_sizes=(2, 3, 4),
         exotic=name in EXOTIC,
+        may_stop=name == "unused_on_one",
     )
+
+
+def wrapper_copies_buffers(subject: Subject, world_size: int) -> list[Violation]:
+    """Construction gives every rank rank 0's buffers, as it does its parameters."""
+    results = subject.ask(construction_body, world_size)
+    if "not_judged" in results[0]:
+        raise NotJudged(results[0]["not_judged"])
+    for rank, r in enumerate(results):
+        for name, value in r["buffers"].items():
+            if value != results[0]["buffers"][name]:
+                seen, wanted = value[:16], f"{results[0]['buffers'][name][:16]}, rank 0's"
+                return [
+                    Violation(
+                        "the buffer's bytes after construction (sha256)",
+                        seen,
+                        wanted,
+                        "broadcast",
+                        step=0,
+                        rank=rank,
+                        tensor=name,
+                    )
+                ]
+    return []
 
 
 for _name in ASKED:
     register(_check(_name))
+register(Check("ddp.buffers", "construction copies buffers too", wrapper_copies_buffers, ("ddp",), "broadcast", (2, 3)))

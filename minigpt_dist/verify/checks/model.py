@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minigpt_dist.config import ModelConfig
+from minigpt_dist.model import MiniGPT
 from minigpt_dist.verify.checks.registry import Check, register
 from minigpt_dist.verify.contract import resolve
 from minigpt_dist.verify.gpt_oracle import reference_logits
@@ -26,30 +27,36 @@ REFERENCE_ABS = 1e-12
 
 
 def model_body(spec: str, slots: list[str]) -> dict[str, Any]:
-    """Logits for a sequence, for the same with its last token changed, for its reverse, and for a longer and a shorter batch."""
+    """Logits for a sequence and for what is made of it: changed last, changed first, constant, one row alone, a prefix; and facts."""
     torch.manual_seed(3)
     impl = resolve(spec, tuple(slots))
     model = build_model(impl, SIZES)
     ids = torch.randint(0, SIZES.vocab, (2, SIZES.seq_len), generator=torch.Generator().manual_seed(0))
-    changed = ids.clone()
+    changed, early = ids.clone(), ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % SIZES.vocab
-    early = ids.clone()
     early[:, 0] = (early[:, 0] + 1) % SIZES.vocab
-    same = torch.full_like(ids, 5)
+    inputs = {"plain": ids, "again": ids, "changed": changed, "early": early, "same": torch.full_like(ids, 5)}
+    inputs |= {"row": ids[1:], "prefix": ids[:, :5]}
+    model.eval()
     with torch.no_grad():
-        logits = {
-            name: model(x).clone()
-            for name, x in (("plain", ids), ("changed", changed), ("early", early), ("same", same))
-        }
+        logits = {name: model(x).clone() for name, x in inputs.items()}
     result: dict[str, Any] = {"numel": sum(p.numel() for p in model.parameters()), "logits": logits}
-    if impl.ours:
-        model.double()
+    model.train()
+    torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    result["idle"] = [n for n, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    if {n for n, _ in model.named_parameters()} == _our_names():
+        model.eval().double()
         with torch.no_grad():
             result["double"] = model(ids).clone()
             result["reference"] = reference_logits(
                 dict(model.named_parameters()), ids, SIZES.num_heads, SIZES.num_layers
             )
     return result
+
+
+def _our_names() -> set[str]:
+    """The parameters' names that the functional reference knows."""
+    return {name for name, _ in MiniGPT().named_parameters()}
 
 
 def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violation]:
@@ -61,6 +68,33 @@ def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violati
         return [Violation("shape of the logits", str(tuple(plain.shape)), str(shape), "model")]
     if not bool(torch.isfinite(plain).all()):
         return [Violation("logits", "not finite", "finite", "model")]
+    again, row, prefix = (r["logits"][k] for k in ("again", "row", "prefix"))
+    facts = (
+        (
+            "change of the logits when the same input is given again, in eval mode",
+            again - plain,
+            "dropout is active in eval mode",
+        ),
+        ("change of a row's logits when it is given alone", row - plain[1:], "rows of a batch are mixed"),
+        (
+            "change of the first logits when only the first 5 tokens are given",
+            prefix - plain[:, :5],
+            "positions depend on the length",
+        ),
+    )
+    for what, change, hint in facts:
+        if float(change.abs().max()) > LOGIT_ABS:
+            return [Violation(what, f"{float(change.abs().max()):.3g}", "0", "model", hint=hint)]
+    if bool((plain >= 0).all()):
+        return [
+            Violation(
+                "the least logit",
+                f"{float(plain.min()):.3g}",
+                "below 0 somewhere",
+                "model",
+                hint="these are probabilities",
+            )
+        ]
     leak = (plain[:, :-1] - changed[:, :-1]).abs().max()
     if float(leak) > LOGIT_ABS:
         return [
@@ -85,6 +119,17 @@ def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violati
         return [
             Violation(
                 "difference between positions of a constant sequence", "0", "above 0: positions are embedded", "model"
+            )
+        ]
+    if r["idle"]:
+        return [
+            Violation(
+                "the gradient",
+                "absent or zero",
+                "some, for every parameter",
+                "model",
+                tensor=r["idle"][0],
+                hint="the forward pass does not use it",
             )
         ]
     if r["numel"] not in (NUMELS if not subject.ours else {SIZES.numel()}):

@@ -21,6 +21,7 @@ class Check:
     """One question. `find(subject, world_size)` lists the violations, none if all is well; NotJudged if it cannot be asked.
 
     slots: pieces it is about. stage: whom to blame when the run itself breaks. world_sizes: where it is asked by default.
+    may_stop: as exotic, and a run that ends in any error or gets stuck is not judged either, but reported.
     exotic: a condition that an implementation may refuse: an exception is then no violation, a wrong result still is.
     """
 
@@ -31,6 +32,7 @@ class Check:
     stage: str
     world_sizes: tuple[int, ...] = WORLD_SIZES
     exotic: bool = False
+    may_stop: bool = False
 
 
 CHECKS: dict[str, Check] = {}
@@ -71,6 +73,8 @@ def put(check: Check, subject: Subject, world_size: int) -> Verdict:
     except NotJudged as reason:
         return Verdict(check.name, world_size, not_judged=str(reason))
     except LaunchError as error:
+        if check.may_stop and not subject.ours:
+            return Verdict(check.name, world_size, not_judged=f"it stops: {str(error).splitlines()[0]}")
         if subject.traits is not None and isinstance(error, RankError) and error.kind == "MissingPieceError":
             return Verdict(
                 check.name, world_size, not_judged=error.message

@@ -103,7 +103,8 @@ def build(name: str) -> ModuleType:
     peer = peer_of(PREFIX + name)
     assert peer is not None
     builder = getattr(importlib.import_module(f"minigpt_dist.verify.peers.{peer.module}"), peer.builder)
+    options = {**peer.options, **({"settle": True} if peer.traits.settles_on_resume else {})}
     module = ModuleType(f"peer_{name}")
     vars(module).update({offered: getattr(builder, offered) for offered in peer.offers})
-    vars(module).update(MiniGPT=MiniGPT, EXTRAS={"pieces": lambda: builder(**peer.options).pieces()})
+    vars(module).update(MiniGPT=MiniGPT, EXTRAS={"pieces": lambda: builder(**options).pieces()})
     return module

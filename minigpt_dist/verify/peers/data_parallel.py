@@ -21,11 +21,11 @@ from minigpt_dist.worker import OURS, Pieces, State
 
 
 class DataParallel:
-    """DDP, replicated AdamW. `settle` False leaves out the dummy pass at load, to show what it is for."""
+    """DDP, replicated AdamW. `settle`: does a load first run the dummy pass that `Traits.settles_on_resume` declares?"""
 
     DistributedDataParallel = DistributedDataParallel
 
-    def __init__(self, settle: bool = True) -> None:
+    def __init__(self, settle: bool) -> None:
         self.settle = settle
         self.wrapper: DistributedDataParallel | None = None
 
