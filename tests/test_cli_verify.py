@@ -49,7 +49,7 @@ def test_code_that_cannot_be_imported_is_one_violation(tmp_path: Path, capsys: p
     assert main(["verify", "--impl", str(tmp_path / "broken.py")]) == 1
     out = capsys.readouterr().out
     assert out.count("but should be") == 1
-    assert "the import is ModuleNotFoundError: No module named 'json.no_such_part'; 'json' is not a package, but should be free of errors" in out
+    assert "the import is ModuleNotFoundError: No module named 'json.no_such_part'" in out
 
 
 def test_code_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     console = new_console()
     if args.list:
         return _print_list(console, faults)
-    extent = "quick" if args.quick else "all" if args.all or args.names else "pieces"
+    extent: matrix.Extent = "quick" if args.quick else "all" if args.all or args.names else "pieces"
     start = time.perf_counter()
     judge = functools.partial(matrix.judge_fault, world_size=args.world_size, extent=extent, deadline_s=args.deadline)
     outcomes = list(_shown(console, matrix.judge_all(faults, judge), len(faults)))

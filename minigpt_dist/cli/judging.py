@@ -21,7 +21,7 @@ from minigpt_dist.cli.report import say, table
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, one_of
 from minigpt_dist.launch import RankError
 from minigpt_dist.verify.checks import CHECKS, Check, Verdict, composition, put, resume
-from minigpt_dist.verify.contract import origins_body, SLOTS, resolve
+from minigpt_dist.verify.contract import SLOTS, origins_body
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 

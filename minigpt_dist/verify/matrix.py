@@ -107,7 +107,9 @@ def judge_fault(
 ) -> Outcome:
     """Put the checks to one fault, on ranks of its own, at its own world size unless told another."""
     N = world_size or fault.world_size
-    promised, verdicts, seconds = {fault.check, *fault.green}, [], []
+    promised = {fault.check, *fault.green}
+    verdicts: list[Verdict] = []
+    seconds: list[float] = []
     with Subject(f"fault:{fault.name}", deadline_s=deadline_s) as subject:
         for check in questions(fault, N, extent):
             if sum(map(_stuck, verdicts)) >= HANGS and check.name not in promised:

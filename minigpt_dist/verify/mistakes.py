@@ -103,6 +103,10 @@ def _lose(*names: str) -> Callable[[State], None]:
     return reload
 
 
+def _count_twice(x: State) -> None:
+    x.count.mul_(2)
+
+
 def _constructors_lr(x: State) -> None:
     x.factor = 1.0
 
@@ -233,7 +237,7 @@ LOAD: tuple[Mistake, ...] = (
     Mistake("load", "the second moment is not restored", reload=_lose("second")),
     Mistake("load", "the first moment is not restored", reload=_lose("first")),
     Mistake("load", "nothing is restored: neither moments nor step count", reload=_lose("first", "second", "count")),
-    Mistake("load", "the step count is added to what was there", reload=lambda x: x.count.mul_(2)),
+    Mistake("load", "the step count is added to what was there", reload=_count_twice),
     Mistake("load", "the learning rate falls back to the constructor's", reload=_constructors_lr),
 )
 # Mistakes that only a scenario's own condition brings out; there they come first.

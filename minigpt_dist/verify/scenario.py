@@ -66,7 +66,7 @@ class Scenario:
 
     def dtype_of(self, tensor: int) -> torch.dtype:
         """The dtype of tensor number `tensor`."""
-        return torch.float64 if self.mixed and tensor % 2 else getattr(torch, self.dtype)  # type: ignore[no-any-return]  # getattr
+        return torch.float64 if self.mixed and tensor % 2 else getattr(torch, self.dtype)
 
     def own_options(self) -> dict[int, dict[str, Any]]:
         """Tensor -> the options of the parameter group it has to itself, in torch's words."""

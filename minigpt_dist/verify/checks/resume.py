@@ -56,7 +56,8 @@ def _first_difference(resumed: Record, unbroken: Record, start: int) -> Violatio
     hint = (
         ""
         if resumed.step == start
-        else "the state was loaded right, and the next updates differ: something that steers them is not saved (step count, options, random stream, data position)"
+        else "the state was loaded right, and the next updates differ: something that steers them is not saved "
+        "(step count, options, random stream, data position)"
     )
     for kind, mine, theirs in (
         ("parameter", resumed.params, unbroken.params),

@@ -282,8 +282,9 @@ def broadcast_reseeds_instead() -> Names:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             for child in module.modules():
-                if hasattr(child, "reset_parameters"):
-                    child.reset_parameters()
+                reset = getattr(child, "reset_parameters", None)
+                if callable(reset):
+                    reset()
 
     return {"broadcast_parameters": broadcast_parameters}
 

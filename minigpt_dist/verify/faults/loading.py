@@ -30,7 +30,7 @@ def _manifest(src: str, expected_world_size: int | None) -> dict[str, Any]:
 
 def _verified(src: str, shard: dict[str, Any]) -> bytes:
     """The bytes of one shard; RuntimeError if they are not what the manifest says."""
-    raw = (Path(src) / shard["path"]).read_bytes()
+    raw: bytes = (Path(src) / shard["path"]).read_bytes()
     if len(raw) != shard["bytes"] or hashlib.sha256(raw).hexdigest() != shard["sha256"]:
         raise RuntimeError(f"{shard['path']} is damaged")
     return raw

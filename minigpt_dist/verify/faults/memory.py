@@ -121,8 +121,9 @@ def state_grows_with_steps() -> Names:
 
     class Zero(LessonZero):
         def reduce(self) -> Tensor:
-            self.history = [*getattr(self, "history", []), super().reduce()]
-            return self.history[-1]
+            reduced = super().reduce()
+            self.history = [*getattr(self, "history", []), reduced]
+            return reduced
 
     return {"ZeroOptimizer": Zero}
 

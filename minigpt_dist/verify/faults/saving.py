@@ -376,7 +376,8 @@ def checkpoints_share_their_shards() -> Names:
     """Shards go to one folder beside all checkpoints: a later save overwrites those of an earlier one."""
 
     def save_sharded(states: list[State], dest: str, step: int) -> object:
-        return base.save_sharded(states, str(Path(dest).parent), step) and Path(dest).mkdir(parents=True, exist_ok=True)
+        Path(dest).mkdir(parents=True, exist_ok=True)
+        return base.save_sharded(states, str(Path(dest).parent), step)
 
     return {
         "save_sharded": save_sharded,
