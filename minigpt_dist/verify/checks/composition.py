@@ -19,7 +19,8 @@ from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
 # Float noise of a float32 mean loss of about 4: one rounding is 4.8e-7; correct runs that differ in reduction order
-# differ by at most 2.0e-7 relative. The smallest fall between two steps, over 40 seeds and N = 1, 2, 3, 4, 8, is 0.0155: four orders above this.
+# differ by at most 2.0e-7 relative. The smallest fall between two steps, over 40 seeds and N = 1, 2, 3, 4, 8, is 0.0155:
+# four orders above this.
 LOSS_NOISE = 1e-6
 # The loss of correct runs against the one-process oracle, 20 steps, float32: at most 2.0e-7 relative; the smallest visible fault 9.5e-5.
 LOSS_REL = 5e-6
