@@ -15,7 +15,11 @@ import hypothesis
 import pytest
 
 SUITE = Path(__file__).parent / "suite"
-ON_REQUEST = {"peers": "well-known packages under the same judge, at every world size"}
+ON_REQUEST = {
+    "peers": "well-known packages under the same judge, at every world size",
+    "slow": "long tests of the package itself: crashes at every call, other revisions, torchrun, foreign checkpoints",
+    "catalogue": "every planted fault and every correct variant under the judge",
+}
 PROFILES = {"dev": 5, "ci": 25, "nightly": 1000}
 
 

@@ -12,6 +12,8 @@ from checkpoint_mistakes import WRONG
 from minigpt_dist.verify.checks import CHECKS, Verdict, put
 from minigpt_dist.verify.subject import Subject
 
+pytestmark = pytest.mark.slow
+
 Judge = Callable[[str, str, int], Verdict]
 CHECKPOINT = {
     name.removeprefix("checkpoint."): check for name, check in CHECKS.items() if name.startswith("checkpoint.")

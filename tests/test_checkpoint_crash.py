@@ -17,6 +17,8 @@ from checkpoint_faults import CASES, found, leftovers, states
 
 from minigpt_dist.checkpoint import CheckpointError, load_sharded, save_sharded
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 DYING = [f"{scenario}: {mode}" for scenario, modes in CASES.items() for mode in modes if not mode.startswith("E")]
 FAILING = [f"{scenario}: {mode}" for scenario, modes in CASES.items() for mode in modes if mode.startswith("E")]

@@ -18,6 +18,8 @@ from minigpt_dist.verify.refactor import Outcome, cases, first_bad
 from minigpt_dist.verify.refactor_run import Sides
 from minigpt_dist.verify.revisions import RevisionError, worktree
 
+pytestmark = pytest.mark.slow
+
 RIGHT = """
 from minigpt_dist import MiniGPT, make_corpus
 from minigpt_dist.verify.faults.base import LessonZero, broadcast_parameters, load_sharded, save_sharded

@@ -21,6 +21,8 @@ from minigpt_dist.verify.locate_cause import shape_of
 from minigpt_dist.verify.locate_oracle import Names, Teacher, even_owner
 from minigpt_dist.verify.locate_run import Recomputed, Run, indexed, observed_body, recompute_body
 
+pytestmark = pytest.mark.slow
+
 # 1,485 parameters, which 2 ranks do not divide; a block of 17 tokens out of 19, so that ranks read different ones.
 SMALL = ModelConfig(vocab=19, embed_dim=9, num_heads=3, num_layers=1, seq_len=8)
 CONFIG = TrainConfig(world_size=2, steps=3, checkpoint_step=0, batch=2, model=SMALL)

@@ -21,6 +21,8 @@ from minigpt_dist.verify.peers.traits import Traits, optimizer_bytes
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 INVARIANTS = (
     "monotone_loss",
     "param_norms",

@@ -17,6 +17,8 @@ from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import read_trace
 from minigpt_dist.verify.checks import CHECKS, put
 
+pytestmark = pytest.mark.slow
+
 SIZE = ["--steps", "4", "--checkpoint-step", "2"]
 
 

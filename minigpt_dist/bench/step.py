@@ -1,5 +1,7 @@
 """One training step: our ZeRO-1 beside torch's DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2.
 
+The rivals are built as their documentation does, with torch's default Adam; a name says which option was added.
+
 Owns how each of them takes a step on the same model and batch, and the goals. Leaves the clock to `interleave`.
 """
 
@@ -51,9 +53,9 @@ def zero1(model: nn.Module) -> Step:
     return partial(_step, model, ZeroOptimizer(model, *world(), lr=LR))
 
 
-def ddp_adam(model: nn.Module, views: bool = False) -> Step:
+def ddp_adam(model: nn.Module, views: bool = False, fused: bool | None = None) -> Step:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-    return partial(_step, wrapped, Adam(wrapped.parameters(), lr=LR, foreach=True))
+    return partial(_step, wrapped, Adam(wrapped.parameters(), lr=LR, fused=fused))
 
 
 def ddp_zero(model: nn.Module, views: bool = False) -> Step:
@@ -61,7 +63,7 @@ def ddp_zero(model: nn.Module, views: bool = False) -> Step:
 
     wrapped = DistributedDataParallel(model)
     sharded = partial(ZeroRedundancyOptimizer, wrapped.parameters(), Adam, parameters_as_bucket_view=views)
-    return partial(_step, wrapped, sharded(lr=LR, foreach=True))
+    return partial(_step, wrapped, sharded(lr=LR))
 
 
 def fsdp2(model: nn.Module) -> Step:
@@ -71,7 +73,7 @@ def fsdp2(model: nn.Module) -> Step:
     mesh = init_device_mesh("cpu", (world()[0],))  # without it, FSDP2 looks for an accelerator
     for block in (*model.blocks, model):  # type: ignore[misc]  # MiniGPT's: nn.Module does not know the attribute
         fully_shard(block, mesh=mesh)
-    return partial(_step, model, Adam(model.parameters(), lr=LR, foreach=True))
+    return partial(_step, model, Adam(model.parameters(), lr=LR))
 
 
 OURS, DDP, ZRO, FSDP2 = "ours (ZeRO-1)", "DDP + Adam", "DDP + ZeroRedundancyOptimizer", "FSDP2 + Adam"
@@ -80,6 +82,7 @@ VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
     OURS: zero1,
     DDP: ddp_adam,
     f"{DDP}, gradient_as_bucket_view": partial(ddp_adam, views=True),
+    f"{DDP}, gradient_as_bucket_view, fused": partial(ddp_adam, views=True, fused=True),  # other bits than Adam's own
     ZRO: ddp_zero,
     f"{ZRO}, parameters_as_bucket_view": partial(ddp_zero, views=True),
     FSDP2: fsdp2,

@@ -16,7 +16,9 @@ from minigpt_dist.cli.usage import Parser, UsageError
 MODULES = {
     "train": "minigpt_dist.cli.train",
     "verify": "minigpt_dist.cli.verify",
+    "faults": "minigpt_dist.cli.faults",
     "diff": "minigpt_dist.cli.diff",
+    "bench": "minigpt_dist.cli.bench",
 }
 DEFAULT = "train"
 PROGRAM = "minigpt-dist"

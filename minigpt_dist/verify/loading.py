@@ -46,16 +46,19 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
         try:
             return _execute(entry), stood_in
         except ModuleNotFoundError as error:
-            missing = (error.name or "").split(".")[0]
-            if (
-                not missing
-                or missing == "submission"
-                or len(stood_in) >= MAX_STAND_INS
-                or (error.name or "") in stood_in
-            ):
+            name = error.name or ""
+            if name in stood_in or len(stood_in) >= MAX_STAND_INS or not _is_absent(name.split(".")[0]):
                 raise
-            stood_in.append(error.name or "")
-            _stand_in(error.name or "")
+            stood_in.append(name)
+            _stand_in(name)
+
+
+def _is_absent(package: str) -> bool:
+    """Is there no such package here at all? A missing part of one that is here is a mistake of the submission."""
+    if package in ("", "submission"):
+        return False
+    known = sys.modules.get(package)
+    return isinstance(known, _StandInModule) or (known is None and importlib.util.find_spec(package) is None)
 
 
 def _execute(entry: Path) -> ModuleType:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minigpt_dist.verify.flat_scenario import Flat, Layout
 from minigpt_dist.verify.scenario import Scenario
-from minigpt_dist.verify.wrong_adam import FIT, RIGHT, Flat, Layout, Simulation, fits
+from minigpt_dist.verify.wrong_adam import FIT, RIGHT, Simulation, fits
 
 Finding = tuple[str, str]  # (stage, hint)
 

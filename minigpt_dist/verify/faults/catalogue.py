@@ -22,7 +22,7 @@ class Fault:
 
     names: what it replaces in the correct base, by contract name. check: the check that must fail, at `world_size`. stage, step, rank,
     tensor: where it must say the fault is (None: not tied to one). green: checks that must stay green, because the fault does not
-    touch what they ask. equivalent: world size -> why no probe can tell it from a correct one there.
+    touch what they ask. equivalent: world size -> why no probe can tell it from a correct one there. hangs: it leaves ranks waiting.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Fault:
     tensor: str | None = None
     green: tuple[str, ...] = ()
     equivalent: tuple[tuple[int, str], ...] = ()
+    hangs: bool = False
 
     @property
     def file(self) -> str:

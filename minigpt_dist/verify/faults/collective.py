@@ -21,6 +21,7 @@ ALONE = ((1, "there is nobody to pair with"),)
     stage="launch",
     world_size=3,
     equivalent=(*ALONE, (2, "all ranks are members")),
+    hangs=True,
 )
 def subgroup_created_only_by_members() -> Names:
     """Only its two members create a group: from then on ranks count groups differently, and the next one never comes together."""
@@ -42,6 +43,7 @@ def subgroup_created_only_by_members() -> Names:
     check="same_collectives",
     stage="reduce",
     equivalent=ALONE,
+    hangs=True,
 )
 def collective_pairs_with_wrong_call() -> Names:
     """Rank 0 enters one more all-reduce each step, which pairs with its peers' next one of another meaning."""
@@ -63,6 +65,7 @@ def collective_pairs_with_wrong_call() -> Names:
     check="optimizer.plain",
     stage="reduce",
     equivalent=ALONE,
+    hangs=True,
 )
 def one_rank_skips_a_barrier() -> Names:
     """All ranks but the last wait at a barrier before the reduction."""

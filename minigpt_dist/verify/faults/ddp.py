@@ -78,6 +78,7 @@ def ddp_does_not_copy_frozen_parameters() -> Names:
     check="ddp.unused_on_one",
     stage="reduce",
     green=("ddp.plain", "ddp.unused"),
+    hangs=True,
 )
 def ddp_hangs_on_an_unused_parameter() -> Names:
     """Gradients are averaged where there is one: a rank without it leaves the others waiting, or pairs with another tensor."""

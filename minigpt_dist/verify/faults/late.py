@@ -1,4 +1,4 @@
-"""Faults that wait: right for the first dozen steps, and wrong once afterwards, as only a longer run shows."""
+"""Faults that wait: right for the first steps, and wrong once afterwards, as only a longer run shows."""
 
 from __future__ import annotations
 
@@ -93,5 +93,28 @@ def full_copy_kept_for_larger_models() -> Names:
             super().__init__(*args, **options)
             if any(p.dim() > 1 for p in self.params()):
                 self.staging = self.flat_params()
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="an optimizer re-created when buckets are rebuilt (torch DDP rebuilds after its first backward)",
+    needs="more than eight steps",
+    check="optimizer.long",
+    stage="optimizer",
+    step=9,
+    tensor="p0",
+    green=("optimizer.plain",),
+)
+def state_dropped_at_a_rebuild() -> Names:
+    """Once, after eight steps, everything is rebuilt, and moments and count start anew."""
+
+    class Zero(LessonZero):
+        def step(self) -> None:
+            if self.step_count == 8 and not hasattr(self, "_rebuilt"):
+                self._rebuilt, self.step_count = True, 0
+                self.exp_avg.zero_()
+                self.exp_avg_sq.zero_()
+            super().step()
 
     return {"ZeroOptimizer": Zero}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minigpt_dist.verify.faults.base import LessonZero
@@ -124,112 +122,6 @@ def late_group_never_optimized() -> Names:
 
 
 @fault(
-    source="step(closure=None) copied without the call",
-    needs="a closure",
-    check="optimizer.closure",
-    stage="gather",
-    step=1,
-    tensor="p0",
-    green=("optimizer.plain",),
-)
-def closure_never_called() -> Names:
-    """step() takes a closure and does not evaluate it."""
-
-    class Zero(GroupedZero):
-        def evaluate(self, closure: Closure) -> float | None:
-            return None
-
-    return {"ZeroOptimizer": Zero}
-
-
-@fault(
-    source="a closure evaluated for the loss and again for the gradient",
-    needs="a closure",
-    check="optimizer.closure",
-    stage="backward",
-    step=1,
-    tensor="p0",
-    green=("optimizer.plain",),
-)
-def closure_called_twice() -> Names:
-    """The closure is evaluated twice: its gradients add up."""
-
-    class Zero(GroupedZero):
-        def evaluate(self, closure: Closure) -> float | None:
-            super().evaluate(closure)
-            return super().evaluate(closure)
-
-    return {"ZeroOptimizer": Zero}
-
-
-@fault(
-    source="step() without a return",
-    needs="a closure",
-    check="optimizer.closure",
-    stage="optimizer",
-    step=1,
-    rank=0,
-    green=("optimizer.plain",),
-)
-def closure_loss_not_returned() -> Names:
-    """step(closure) returns None."""
-
-    class Zero(GroupedZero):
-        def evaluate(self, closure: Closure) -> float | None:
-            super().evaluate(closure)
-            return None
-
-    return {"ZeroOptimizer": Zero}
-
-
-@fault(
-    source="TrainCheck C7, open-mmlab/mmpretrain#702: frozen stages that train",
-    needs="a frozen parameter, weight decay or not",
-    check="optimizer.frozen",
-    stage="optimizer",
-    step=1,
-    tensor="p1",
-    green=("optimizer.plain",),
-)
-def frozen_parameters_are_updated() -> Names:
-    """requires_grad is not looked at: noise in the buffer moves frozen parameters."""
-
-    class Zero(LessonZero):
-        def params(self) -> Iterator[nn.Parameter]:
-            return self.module.parameters()
-
-        def flat_grads(self) -> Tensor:
-            return self.padded([torch.full_like(p, 1e-3) if p.grad is None else p.grad for p in self.params()])
-
-    return {"ZeroOptimizer": Zero}
-
-
-@fault(
-    source="NVIDIA/Megatron-LM#656, tied weights reduced once for each name",
-    needs="a tied parameter",
-    check="optimizer.tied",
-    stage="reduce",
-    step=1,
-    tensor="p0",
-    green=("optimizer.plain",),
-    equivalent=((1, "a sum over one rank changes nothing"),),
-)
-def tied_parameter_reduced_twice() -> Names:
-    """Gradients are summed over ranks in place, name by name: a tensor with two names is summed twice."""
-
-    class Zero(LessonZero):
-        def reduce(self) -> Tensor:
-            for p in self.module.state_dict(keep_vars=True).values():
-                if isinstance(p, nn.Parameter) and p.requires_grad and self.world_size > 1:
-                    whole = torch.zeros_like(p) if p.grad is None else p.grad
-                    dist.all_reduce(whole := whole.contiguous())
-                    p.grad = whole
-            return self.cut(self.flat_grads()) / self.world_size
-
-    return {"ZeroOptimizer": Zero}
-
-
-@fault(
     source="options of groups flattened into one",
     needs="a group with an eps of its own",
     check="optimizer.groups_eps",
@@ -337,5 +229,25 @@ def lr_edits_lost_after_a_load() -> Names:
             now, self.lr = self.lr, getattr(self, "_loaded", self.lr)
             super().apply(first, second)
             self.lr = now
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="linear scaling rule applied inside the optimizer",
+    needs="more than one rank",
+    check="optimizer.plain",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    equivalent=((1, "a factor of one"),),
+)
+def lr_scaled_by_world_size() -> Names:
+    """The learning rate is multiplied by the number of ranks."""
+
+    class Zero(LessonZero):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.lr *= self.world_size
 
     return {"ZeroOptimizer": Zero}

@@ -266,6 +266,7 @@ def save_consumes_the_moments() -> Names:
     stage="save",
     green=("optimizer.plain",),
     equivalent=((1, "one rank waits for nobody"),),
+    hangs=True,
 )
 def state_dict_gathers_on_rank_0_only() -> Names:
     """state_dict() holds a collective that only rank 0 enters."""

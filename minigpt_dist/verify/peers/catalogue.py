@@ -99,9 +99,15 @@ def _installed(package: str) -> bool:
 
 
 def build(name: str) -> ModuleType:
-    """The namespace that the contract is looked up in: the package's model, what the peer offers, its pieces."""
+    """The namespace that the contract is looked up in: the package's model, what the peer offers, its pieces.
+
+    Raises ValueError for a name that is not in the list, ModuleNotFoundError where its packages are not installed.
+    """
     peer = peer_of(PREFIX + name)
     assert peer is not None
+    absent = unavailable(PREFIX + name)
+    if absent:
+        raise ModuleNotFoundError(absent)
     builder = getattr(importlib.import_module(f"minigpt_dist.verify.peers.{peer.module}"), peer.builder)
     options = {**peer.options, **({"settle": True} if peer.traits.settles_on_resume else {})}
     module = ModuleType(f"peer_{name}")

@@ -23,7 +23,10 @@ from minigpt_dist.worker import OURS, Pieces, State
 class DataParallel:
     """DDP, replicated AdamW. `settle`: does a load first run the dummy pass that `Traits.settles_on_resume` declares?"""
 
-    DistributedDataParallel = DistributedDataParallel
+    @staticmethod
+    def DistributedDataParallel(module: nn.Module) -> DistributedDataParallel:  # noqa: N802 - the contract's name
+        """torch's wrapper, told to look for parameters without a gradient, as it has to be wherever there may be some."""
+        return DistributedDataParallel(module, find_unused_parameters=True)
 
     def __init__(self, settle: bool) -> None:
         self.settle = settle
