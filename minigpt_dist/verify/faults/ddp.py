@@ -73,26 +73,6 @@ def ddp_does_not_copy_frozen_parameters() -> Names:
 
 
 @fault(
-    source="pytorch/pytorch#128949",
-    needs="a parameter unused on one rank",
-    check="ddp.unused_on_one",
-    stage="reduce",
-    green=("ddp.plain", "ddp.unused"),
-    hangs=True,
-)
-def ddp_hangs_on_an_unused_parameter() -> Names:
-    """Gradients are averaged where there is one: a rank without it leaves the others waiting, or pairs with another tensor."""
-
-    class Wrapper(LessonDDP):
-        def sync_grads(self) -> None:
-            for p in self.module.parameters():
-                if p.grad is not None:
-                    p.grad = self.average(p.grad)
-
-    return {"DistributedDataParallel": Wrapper}
-
-
-@fault(
     source="bucket_cap_mb and the last, half-full bucket",
     needs="more than one bucket",
     check="ddp.buckets",
