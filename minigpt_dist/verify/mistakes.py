@@ -14,7 +14,7 @@ from minigpt_dist.verify import symptoms
 from minigpt_dist.verify.flat_scenario import Flat, Layout, layout
 from minigpt_dist.verify.known_mistakes import CONDITIONS, FACTORS, LOAD, OPTIMIZER, REDUCE, REST
 from minigpt_dist.verify.scenario import Scenario
-from minigpt_dist.verify.wrong_adam import Mistake, Simulation, fits, steps_fitting
+from minigpt_dist.verify.wrong_adam import Mistake, Simulation, close, fits, steps_fitting
 
 SEARCH = 200  # elements of the largest scenario in which every distance is tried for a shifted gradient
 Values = list[list[Tensor]]
@@ -70,8 +70,8 @@ def _from_elsewhere(by: int, at: Layout) -> Mistake:
 def _in_part(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
     """A known mistake that reproduces the wrong elements of this step, where the others are right."""
     now = flat[0][step]
-    wrong = ~symptoms.close(now, symptoms.right(at, step))
-    moved = ~symptoms.close(now, flat[0][step - 1])
+    wrong = ~close(now, symptoms.right(at, step))
+    moved = ~close(now, flat[0][step - 1])
     if bool(wrong.all()) or not bool(moved[wrong].any()) or not all(fits(values[step], now) for values in flat):
         return None
     mistakes = [m for m, _ in _candidates(at.scenario, step)] + [

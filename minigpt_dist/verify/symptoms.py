@@ -14,14 +14,9 @@ from torch import Tensor
 
 from minigpt_dist.verify.flat_scenario import Flat, Layout
 from minigpt_dist.verify.scenario import Scenario
-from minigpt_dist.verify.wrong_adam import FIT, RIGHT, Simulation, fits
+from minigpt_dist.verify.wrong_adam import RIGHT, Simulation, close, fits
 
 Finding = tuple[str, str]  # (stage, hint)
-
-
-def close(a: Tensor, b: Tensor) -> Tensor:
-    """Element by element: equal within float32 rounding."""
-    return (a - b).abs() <= FIT
 
 
 @functools.lru_cache(maxsize=32)

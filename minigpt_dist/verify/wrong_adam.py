@@ -201,4 +201,9 @@ def _first(m: Mistake, at: Layout, rank: int, since: int, absent_as_zero: bool) 
 
 def fits(a: Tensor, b: Tensor) -> bool:
     """Are both equal within float32 rounding, element by element? NaN equals NaN here."""
-    return bool(((a - b).abs() <= FIT).logical_or(a.isnan() & b.isnan()).all())
+    return bool(close(a, b).logical_or(a.isnan() & b.isnan()).all())
+
+
+def close(a: Tensor, b: Tensor) -> Tensor:
+    """Element by element: equal within float32 rounding."""
+    return ((a - b).abs() <= FIT * b.abs().clamp(min=1)) | (a == b)
