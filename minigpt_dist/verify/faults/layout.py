@@ -220,3 +220,25 @@ def only_the_first_bucket_is_updated() -> Names:
             self.master = whole
 
     return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="kernels launched over at most 2^20 elements",
+    needs="a slice of more than 2^20 elements",
+    check="optimizer.huge",
+    stage="optimizer",
+    step=1,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.large"),
+)
+def only_the_first_mebi_is_updated() -> Names:
+    """Of a slice, only the first 2^20 elements are updated."""
+
+    class Zero(LessonZero):
+        def apply(self, first: Tensor, second: Tensor) -> None:
+            whole, most = self.master, 1 << 20
+            self.master = whole[:most]
+            super().apply(first[:most], second[:most])
+            self.master = whole
+
+    return {"ZeroOptimizer": Zero}
