@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from minigpt_dist.launch import RankDied, World, client, rank, run_world
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="looks for processes in /proc and waits on their pidfds"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc and waits on their pidfds"),
+]
 
 MARK = "MINIGPT_DIST_TEST_MARK"
 _worlds: list[World] = []  # in a rank that plays a parent: kept from one of its jobs to the next
