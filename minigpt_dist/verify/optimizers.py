@@ -48,11 +48,12 @@ def build_optimizer(impl: Implementation, module: Any, world_size: int, rank: in
     build = impl.require("ZeroOptimizer")
     if impl.averages_outside:
         params = module.parameters() if isinstance(module, nn.Module) else module
-        return build(params, torch.optim.AdamW, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay)
+        betas = {} if s.defaults else {"betas": s.betas}
+        return build(params, torch.optim.AdamW, lr=s.lr, eps=s.eps, weight_decay=s.weight_decay, **betas)
     options: dict[str, Any] = {"lr": s.lr}
-    if accepts(build, "betas"):
+    if accepts(build, "betas") and not s.defaults:
         options["betas"] = s.betas
-    elif accepts(build, "beta1"):
+    elif accepts(build, "beta1") and not s.defaults:
         options["beta1"], options["beta2"] = s.betas
     for name, value in (("eps", s.eps), ("weight_decay", s.weight_decay)):
         if accepts(build, name):

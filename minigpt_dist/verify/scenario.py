@@ -29,7 +29,8 @@ class Scenario:
     late: the last tensor joins by add_param_group after step 1. closure: step is given a closure. twice: a second
     optimizer over a second module runs in the same process. keep_grads_before: steps before which zero_grad is not called.
     model_zero_grad: the module's own is called. transposed: matrices are not contiguous.
-    mixed: every second tensor is float64. census: bytes alive are counted at the end.
+    mixed: every second tensor is float64. defaults: betas are left to the constructor. census: bytes alive are counted at
+    the end.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Scenario:
     transposed: bool = False
     mixed: bool = False
     max_norm: float = 0.0
+    defaults: bool = False
     census: bool = False
     seed: int = 0
 
@@ -121,6 +123,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _s("plain", "mean over ranks, bias correction, eps outside the root, every element"),
     _s("long", "bias correction and moments over more steps", steps=12, seed=1),
     _s("betas", "moments that forget fast show the last gradient alone", betas=(0.5, 0.75), steps=5),
+    _s("defaults", "betas that are not given are 0.9 and 0.999", defaults=True),
     _s("no_memory", "betas 0 make the update a function of the reduced gradient alone", betas=(0.0, 0.0), eps=0.5),
     _s("large_eps", "a large eps makes the update proportional to the gradient's scale", eps=0.5),
     _s("weight_decay", "decoupled decay on every element once", weight_decay=0.25),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minigpt_dist.verify.faults.base import LessonZero
 from minigpt_dist.verify.faults.catalogue import Names, fault
@@ -263,5 +263,33 @@ def sign_of_the_update() -> Names:
     class Zero(LessonZero):
         def apply(self, first: Tensor, second: Tensor) -> None:
             super().apply(-first, second)
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="defaults given as (beta2, beta1)",
+    needs="a constructor that is given no betas",
+    check="optimizer.defaults",
+    stage="optimizer",
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.betas"),
+)
+def beta_defaults_exchanged() -> Names:
+    """The constructor's defaults are beta1 = 0.999 and beta2 = 0.9."""
+
+    class Zero(LessonZero):
+        def __init__(
+            self,
+            module: nn.Module,
+            world_size: int,
+            rank: int,
+            lr: float = 1e-2,
+            betas: tuple[float, float] = (0.999, 0.9),
+            eps: float = 1e-8,
+            weight_decay: float = 0.0,
+        ) -> None:
+            super().__init__(module, world_size, rank, lr, betas, eps, weight_decay)
 
     return {"ZeroOptimizer": Zero}
