@@ -158,22 +158,22 @@ def test_a_checkpoint_goes_to_torchs_own_format_and_back_with_its_bits(root: Pat
     assert sorted(os.listdir(tmp_path)) == ["dcp", "root"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:TypedStorage is deprecated")
 def test_torch_itself_reads_what_was_exported_by_dotted_names(root: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     export_dcp(root, tmp_path / "dcp")
     wanted = {"model.w": torch.zeros(2, 3), "optimizer.shards.0.master": torch.zeros(10)}
-    load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load(wanted, checkpoint_id=tmp_path / "dcp")
     assert torch.equal(wanted["optimizer.shards.0.master"], torch.arange(10) + 0.5)
     assert torch.equal(wanted["model.w"], rank_state(0, 1)["model"]["w"])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:TypedStorage is deprecated")
 def test_a_model_that_torch_saved_is_imported(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save({"model": {"a": torch.ones(2)}, "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save({"model": {"a": torch.ones(2)}, "epoch": 3}, checkpoint_id=tmp_path / "dcp")
     assert canonical(import_dcp(tmp_path / "dcp")) == canonical({"model": {"a": torch.ones(2)}})
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from minigpt_dist.launch import World, ledger
+from minigpt_dist.launch import RankError, World, ledger
 from minigpt_dist.launch.mirror import SLOTS, Mirror, create_mirror, read_mirror
 
 A, B = torch.ones(3), torch.ones(6)
@@ -126,7 +126,13 @@ def test_a_call_is_recorded_once_with_its_payload_and_site(op: str, world: World
     line = function.__code__.co_firstlineno + (op == "batch_isend_irecv")
     size = getattr(torch, dtype).itemsize * numel if dtype else 0
     expected = {"op": op, "group": [0, 1], "dtype": dtype, "numel": numel, "bytes": size, "peer": peer, "done": True}
-    assert world.run(recorded, op) == [[{**expected, "site": f"{__file__}:{line}"}]] * 2
+    try:
+        seen = world.run(recorded, op)
+    except RankError as error:
+        if "does not support" not in error.message:
+            raise
+        pytest.skip(f"gloo of torch {torch.__version__} has no {op}")
+    assert seen == [[{**expected, "site": f"{__file__}:{line}"}]] * 2
 
 
 def test_sends_and_receives_name_their_partner(world: World) -> None:

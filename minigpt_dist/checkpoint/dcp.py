@@ -9,18 +9,19 @@ Owns the mapping between a state and DCP's flat names. Leaves both formats to th
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pickle
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 
 from minigpt_dist.checkpoint.errors import CheckpointError, mismatch, naming_file
 from minigpt_dist.checkpoint.files import fsync_folder
@@ -72,8 +73,7 @@ def export_dcp(folder: Path | str, path: Path | str) -> None:
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     with naming_file(path, "to write a DCP folder"):
         try:
-            with _single_process():
-                save(entries, storage_writer=FileSystemWriter(temporary), no_dist=True)
+            _in_single_process(save, entries, storage_writer=FileSystemWriter(temporary))
             os.rename(temporary, path)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -134,19 +134,29 @@ def _read_entries(path: Path) -> dict[str, torch.Tensor]:
         if isinstance(entry, TensorStorageMetadata)
     }
     try:
-        with _single_process():
-            load(entries, storage_reader=reader, no_dist=True)
+        _in_single_process(load, entries, storage_reader=reader)
     except CheckpointException as error:
         raise CheckpointError(" ".join(f"{path}: expected readable tensors, found {error}".split())) from error
     return entries
 
 
-@contextmanager
-def _single_process() -> Iterator[None]:
-    """Hushes the warning that DCP works in a single process, which is what was asked for."""
+def _in_single_process(call: Callable[..., None], *args: Any, **options: Any) -> None:
+    """`call` of DCP for this process alone, without its warning that it is alone, which is what was asked for.
+
+    ValueError inside a process group before torch 2.7, whose DCP then waits for the other ranks.
+    """
+    if "no_dist" in inspect.signature(call).parameters:
+        options["no_dist"] = True
+    elif dist.is_initialized():
+        raise ValueError(
+            "this is a rank of a process group, but should be a process of its own: torch < 2.7 has no other way"
+        )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="TypedStorage is deprecated", category=UserWarning
+        )  # torch 2.6's own use
+        call(*args, **options)
 
 
 class _IndexUnpickler(pickle.Unpickler):

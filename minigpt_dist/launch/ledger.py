@@ -208,7 +208,9 @@ def _ranks(op: str, given: dict[str, Any]) -> list[int]:
         if op == "new_group" and given.get("ranks") is not None:
             return sorted(given["ranks"])
         group = given.get("group")
-        return [] if group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group)
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            return []
+        return dist.get_process_group_ranks(group or dist.group.WORLD)  # before torch 2.7, None was no group to it
     except Exception:  # whatever is wrong with the group, it is for the call itself to say
         return []
 
