@@ -141,7 +141,10 @@ def _pieces(shard: EncodedShard) -> Iterator[memoryview]:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements in row-major order as a 1-D uint8 tensor."""
-    return tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)  # torch warns of each complex32 tensor that it has to make
+    return plain.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], plain: str) -> bytes:
