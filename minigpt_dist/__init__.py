@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from minigpt_dist.config import ModelConfig, TrainConfig
     from minigpt_dist.corpus import make_corpus
     from minigpt_dist.model import MiniGPT
+    from minigpt_dist.parallel.data_parallel import DistributedDataParallel
     from minigpt_dist.parallel.ddp import broadcast_parameters
     from minigpt_dist.parallel.zero import ZeroOptimizer
 
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "DistributedDataParallel",
     "MiniGPT",
     "ModelConfig",
     "TrainConfig",
@@ -34,6 +36,7 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "minigpt_dist.checkpoint",
+    "DistributedDataParallel": "minigpt_dist.parallel.data_parallel",
     "MiniGPT": "minigpt_dist.model",
     "ModelConfig": "minigpt_dist.config",
     "TrainConfig": "minigpt_dist.config",

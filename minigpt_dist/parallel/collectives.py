@@ -43,6 +43,14 @@ def all_reduce_sum(tensor: Tensor, group: Group = None) -> Tensor:
     return tensor
 
 
+def all_reduce_start(tensor: Tensor, group: Group = None) -> dist.Work | None:
+    """Start to sum `tensor` over ranks, in place: done once the returned work has been waited for; None where there is one rank.
+
+    The order of the sum is that of the backend's ring.
+    """
+    return dist.all_reduce(tensor, group=group, async_op=True) if world(group)[0] > 1 else None
+
+
 def reduce_scatter_sum(flat: Tensor, bounds: Sequence[int], group: Group = None, inbox: Tensor | None = None) -> Tensor:
     """This rank's slice of the sum of `flat` over ranks: bounds[rank+1] - bounds[rank] elements, none of them in `flat`.
 
