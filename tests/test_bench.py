@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minigpt_dist.bench import launch, step
+from minigpt_dist.bench import collectives, data_parallel, launch, step
 from minigpt_dist.bench.comparison import Comparison
 from minigpt_dist.bench.interleave import interleaved, slowest
 from minigpt_dist.cli import bench
@@ -85,6 +85,19 @@ def test_checkpoints_are_measured_and_put_away(capsys: pytest.CaptureFixture[str
     assert list(tmp_path.iterdir()) == []
 
 
+def test_our_wrapper_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("ddp --world-size 2 --rounds 2 --steps 1") == EXIT_OK
+    found = rows(capsys.readouterr().out, "Data-parallel step, tiny: P = 29,824, 2 ranks, 2 rounds of 1 steps")
+    assert found[data_parallel.TORCH][-3:-1] == ["<=", "1.05"]
+
+
+def test_all_reduces_are_measured_at_every_size_with_a_goal_for_the_large(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("collectives --world-size 2 --rounds 1") == EXIT_OK
+    out = capsys.readouterr().out
+    sizes = [f"All-reduce of {nbytes // 1024:,} KiB, 2 ranks" for nbytes in collectives.BYTES]
+    assert [rows(out, size)[collectives.BACKEND][-3:-1] == ["<=", "1.3"] for size in sizes] == [False] * 3 + [True] * 2
+
+
 def test_launches_are_measured_against_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("launch --world-size 2 --rounds 2") == EXIT_OK
     found = rows(capsys.readouterr().out, "One all-reduce, 2 ranks, 2 rounds")
@@ -101,7 +114,7 @@ def test_strict_exits_one_where_a_goal_is_missed(
 
 
 WRONG = {
-    "speed": "what is 'speed', but should be one of step, checkpoint, launch, all",
+    "speed": "what is 'speed', but should be one of step, ddp, collectives, checkpoint, launch, all",
     "step --size huge": "size is 'huge', but should be one of tiny, medium",
     "step --rounds 0": "rounds is 0, but should be a whole number of at least 1",
     "step --steps -1": "steps is -1, but should be a whole number of at least 1",

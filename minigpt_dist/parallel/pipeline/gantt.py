@@ -28,7 +28,7 @@ def as_text(spans: Sequence[Sequence[Span]], width: int = 72) -> str:
 
 
 def draw(spans: Sequence[Sequence[Span]], path: Path | str, title: str) -> None:
-    """Write the chart to `path`: PNG, SVG or whatever its ending says. ImportError without matplotlib (extra "plots")."""
+    """Write the chart to `path`: PNG, SVG or whatever its ending says. ImportError without matplotlib (extra "report")."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
