@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from minigpt_dist.parallel.collectives import Group, all_reduce_start, world
+from minigpt_dist.parallel.collectives import Group, Work, all_reduce_start, world
 
 POLICIES = ("replay", "skip")
 
@@ -62,7 +61,7 @@ class Guard:
     last: float = math.nan
     incidents: list[Incident] = field(default_factory=list)
     _question: Tensor | None = None
-    _work: dist.Work | None = None
+    _work: Work | None = None
 
     def __post_init__(self) -> None:
         if not (self.spike > 1.0 and math.isfinite(self.spike)):

@@ -88,8 +88,3 @@ class MiniGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.ln_f(x))  # type: ignore[no-any-return]  # nn.Module call is Any
-
-
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a token, of logits (B, S, vocab) against token ids (B, S)."""
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))

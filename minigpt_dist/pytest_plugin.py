@@ -7,7 +7,7 @@ make pytest take a submission's path for tests to collect, and import what lies 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--deadline", type=float, default=60.0, metavar="S", help="seconds after which a run of ranks counts as stuck"
+    )
+    group.addoption(
+        "--isolation",
+        choices=("auto", "namespaces", "bwrap", "uid", "none"),
+        default=None,
+        help="run its ranks in a sandbox; weaker modes follow where one does not work here (default: trust it)",
     )
     group.addoption(
         "--profile",
@@ -124,7 +130,20 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     of = f", slots {slots} (the rest from minigpt_dist)" if slots else ""
     lines = [f"minigpt_dist: judging {', '.join(impls)}{of}; torch {torch.__version__}, gloo, one thread a rank"]
     asked_for = config.getoption("--impl") or []
+    isolation = _isolation(config)
+    if isolation is not None:
+        lines.append(f"isolation: {isolation.name} ({'; '.join(isolation.notes)})")
     return lines + [line for spec in asked_for for line in _origins(config, spec)]
+
+
+def _isolation(config: pytest.Config) -> Any:
+    """The isolation that was asked for, or what works here instead; None without the option."""
+    mode = config.getoption("--isolation")
+    if mode is None:
+        return None
+    from minigpt_dist.launch.sandbox import choose
+
+    return choose(str(mode))
 
 
 def _origins(config: pytest.Config, spec: str) -> list[str]:
@@ -134,7 +153,7 @@ def _origins(config: pytest.Config, spec: str) -> list[str]:
     from minigpt_dist.verify.subject import Subject
 
     slots = tuple(s for s in str(config.getoption("--slots")).split(",") if s)
-    with Subject(spec, slots, deadline_s=config.getoption("--deadline")) as asked:
+    with Subject(spec, slots, deadline_s=config.getoption("--deadline"), isolation=_isolation(config)) as asked:
         try:
             origins = asked.ask(origins_body, 1)[0]
         except LaunchError as error:
@@ -172,17 +191,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_what_runs_on_request(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of a long marker that neither `-m` nor a test's full name asks for."""
+    """Deselect tests of long markers, none of which `-m` names, unless a test's full name asks for it."""
     expression = str(config.getoption("-m"))
     left_out = [
         item
         for item in items
-        if any(item.get_closest_marker(marker) and marker not in expression for marker in ON_REQUEST)
+        if not asked_for({marker.name for marker in item.iter_markers()}, expression)
         and not any(arg.endswith(item.name) for arg in config.args)
     ]
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def asked_for(markers: Iterable[str], expression: str) -> bool:
+    """Does a test with these markers run under `-m expression`? One with markers of long tests, if it names any of them."""
+    long = set(markers) & set(ON_REQUEST)
+    return not long or any(marker in expression for marker in long)
 
 
 _SUBJECTS: dict[tuple[str, tuple[str, ...]], Any] = {}
@@ -196,7 +221,8 @@ def subject(request: pytest.FixtureRequest) -> Any:
     slots = tuple(s for s in str(request.config.getoption("--slots")).split(",") if s)
     key = (str(request.param), slots)
     if key not in _SUBJECTS:
-        _SUBJECTS[key] = Subject(key[0], slots, deadline_s=request.config.getoption("--deadline"))
+        deadline_s, isolation = request.config.getoption("--deadline"), _isolation(request.config)
+        _SUBJECTS[key] = Subject(key[0], slots, deadline_s=deadline_s, isolation=isolation)
     return _SUBJECTS[key]
 
 

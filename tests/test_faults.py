@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from minigpt_dist.cli.faults import REPEAT
 from minigpt_dist.verify.checks import CHECKS, put
 from minigpt_dist.verify.contract import SLOTS
+from minigpt_dist.verify.false_alarms import runs
 from minigpt_dist.verify.faults import FAULTS, FILES, build
 from minigpt_dist.verify.faults.variants import VARIANTS
 from minigpt_dist.verify.matrix import Extent, Outcome, chosen, judge_all, judge_fault, replaced
@@ -37,6 +39,9 @@ QUICK = (
     "remainder-never-updated",
     "slices-joined-in-reverse",
     "nothing-is-gathered",
+    "ten-tensors-a-launch",
+    "ddp-drops-keyword-arguments",
+    "state-of-the-first-step-taken-for-none",
     "full-state-reported-as-a-share",
     "lr-edits-ignored",
     "late-group-never-optimized",
@@ -105,6 +110,13 @@ def test_a_correct_variant_passes_every_check(name: str, world_size: int) -> Non
     assert failures(f"variant:{name}", replaced(VARIANTS[name]()), world_size, whole=True) == []
 
 
+def test_three_hundred_runs_of_correct_variants_are_one_command() -> None:
+    asked = runs([], REPEAT)
+    assert len(asked) >= 300
+    assert {run.world_size for run in asked} == {1, 2, 3, 4}
+    assert len({(run.variant, run.seed) for run in asked}) == len(asked)
+
+
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.catalogue)])
 def test_the_base_that_faults_are_planted_in_passes(whole: bool) -> None:
     assert failures("fault:none", set(SLOTS), 2, whole) == []
@@ -127,8 +139,9 @@ def test_every_file_is_in_the_quick_subset() -> None:
     assert {FAULTS[name].file for name in QUICK} >= {file.__name__.rpartition(".")[2] for file in FILES}
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="fault is 'nobody', but should be"):
-        build("nobody")
-    with pytest.raises(ValueError, match="fault is 'nobody', but should be a fault's name, or one of its files"):
-        chosen(["nobody"])
+@pytest.mark.parametrize("refuse", [build, lambda name: chosen([name])])
+def test_an_unknown_name_is_refused_in_one_line_with_the_nearest(refuse: Callable[[str], object]) -> None:
+    with pytest.raises(ValueError, match=r"fault is 'nobodies', but should be one that `.*` lists$"):
+        refuse("nobodies")
+    with pytest.raises(ValueError, match=r"lists \(nearest: sum-instead-of-mean"):
+        refuse("sum-insted-of-mean")

@@ -12,7 +12,10 @@ from torch import Tensor
 from minigpt_dist.launch import DeadlineExceeded, RankDied, RankError
 from minigpt_dist.verify.adam_oracle import trajectory
 from minigpt_dist.verify.blame import stage_of
+from minigpt_dist.verify.extra_bytes import hint_of
 from minigpt_dist.verify.flat_scenario import MOST, layout
+from minigpt_dist.verify.gradient_hint import explain_gradient
+from minigpt_dist.verify.gradients import rank_gradient
 from minigpt_dist.verify.known_mistakes import CLIP, LOAD, OPTIMIZER, REDUCE, REST
 from minigpt_dist.verify.mistakes import Values, explain
 from minigpt_dist.verify.scenario import BY_NAME, SCENARIOS, Scenario
@@ -23,6 +26,7 @@ SHOWS = {  # where a mistake that `plain` does not show is looked for; `plain` f
     "backward before the step": "backwards",
     "over backwards": "backwards",
     "next backward": "backwards",
+    "edits of weight decay": "decay_edit",
     "eight decay": "weight_decay",
     "learning rate": "lr_edit",
     "parameter groups": "groups_lr",
@@ -149,6 +153,43 @@ def test_of_a_large_scenario_a_sample_is_looked_at() -> None:
     at = layout(BY_NAME["large"], 2)
     assert MOST <= at.numel <= 2 * MOST
     assert at.owner.unique().tolist() == [0, 1]
+
+
+AVERAGED = {
+    "gradients are summed over ranks but not divided by N": lambda local: local.sum(0),
+    "each rank uses its own gradient: nothing is reduced": lambda local: local[1],
+    "only rank 0's gradient is used": lambda local: local[0],
+    "divided by N-1 instead of N": lambda local: local.sum(0) / 2,
+    "right to 0.004 of its size: it travels in a narrower type": lambda local: local.mean(0) * 1.00390625,
+    "": lambda local: local.mean(0) + 1,
+}
+
+
+@pytest.mark.parametrize("hint", AVERAGED)
+def test_a_wrong_averaged_gradient_is_traced_to_the_mistake_that_made_it(hint: str) -> None:
+    s = BY_NAME["plain"]
+    local = torch.stack([rank_gradient(s.seed, 0, s.shapes[0], 1, rank) for rank in range(3)])
+    assert explain_gradient(s, 3, 1, 1, 0, AVERAGED[hint](local)) == hint
+
+
+def test_a_gradient_that_is_wrong_in_places_is_named_there() -> None:
+    s = BY_NAME["plain"]
+    local = torch.stack([rank_gradient(s.seed, 0, s.shapes[0], 1, rank) for rank in range(3)])
+    half = torch.cat([local.mean(0)[:4], local.sum(0)[4:]])
+    assert explain_gradient(s, 3, 1, 1, 0, half).startswith("in a part of it, gradients are summed")
+
+
+@pytest.mark.parametrize(
+    "words, held, later",
+    [
+        ("it is not sharded", [1_200_000, 1_200_000], 0),
+        ("lopsided", [1_100_000, 200_000], 0),
+        ("1.5 times its share", [900_000, 900_000], 0),
+        ("grows with the steps: 1400000 bytes later", [900_000, 900_000], 1_400_000),
+    ],
+)
+def test_extra_memory_is_told_by_its_shape(words: str, held: list[int], later: int) -> None:
+    assert words in hint_of(held, 100_000, 600_000, later)
 
 
 BROKEN = {

@@ -12,6 +12,7 @@ import torch
 
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.launch import run_world
+from minigpt_dist.runner import Worker
 from minigpt_dist.verify.checks import judge
 from minigpt_dist.verify.checks.composition import default_config
 from minigpt_dist.verify.composition import composed
@@ -19,9 +20,8 @@ from minigpt_dist.verify.peers import LAYERS, PEERS, build, pipelining, tensor_p
 from minigpt_dist.verify.peers.replay import ORDERS, replay_body
 from minigpt_dist.verify.peers.traits import Traits, optimizer_bytes
 from minigpt_dist.verify.subject import Subject
-from minigpt_dist.worker import Worker
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.peers  # those that are also marked slow run with the package's own long tests
 
 INVARIANTS = (
     "monotone_loss",
@@ -42,7 +42,7 @@ REL = {"float32": 2e-6, "float64": 4e-15}
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(case, id=f"{case[0]}-N{case[1]}", marks=[] if case in QUICK else [pytest.mark.peers])
+        pytest.param(case, id=f"{case[0]}-N{case[1]}", marks=[pytest.mark.slow] if case in QUICK else [])
         for case in EVERY
     ],
 )
@@ -79,7 +79,6 @@ def test_one_process_reproduces_a_peer_bit_for_bit_at_every_step(peer: tuple[Sub
     assert unlike(subject, world_size, traits.order) == []
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize(
     "name, world_size",
     [("torch-ddp", 3), ("torch-ddp", 4), ("fsdp2", 3)],  # at 4 the rows divide: cuts by rows and by elements are one
@@ -99,7 +98,7 @@ def ddp_body(config: dict[str, Any], folder: str, resume: bool, settle: bool) ->
 
 
 @pytest.mark.parametrize(
-    "settle", [pytest.param(True, id="after-one", marks=pytest.mark.peers), pytest.param(False, id="without")]
+    "settle", [pytest.param(True, id="after-one"), pytest.param(False, id="without", marks=pytest.mark.slow)]
 )
 def test_a_fresh_torch_ddp_resumes_byte_equal_only_after_a_dummy_pass(settle: bool, tmp_path: Path) -> None:
     plain = TrainConfig(world_size=3, steps=6, checkpoint_step=3).to_dict()
@@ -109,8 +108,10 @@ def test_a_fresh_torch_ddp_resumes_byte_equal_only_after_a_dummy_pass(settle: bo
     assert (resumed[1:] == whole[4:]) is settle
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.peers), "1f1b"])
-@pytest.mark.parametrize("micro_batches", [pytest.param(4, marks=pytest.mark.peers), 3])
+@pytest.mark.parametrize(
+    "schedule, micro_batches",
+    [("gpipe", 3), ("gpipe", 4), ("1f1b", 4), pytest.param("1f1b", 3, marks=pytest.mark.slow)],
+)
 def test_torch_pipelining_over_two_stages_is_bit_equal_to_one_process_accumulating(
     schedule: str, micro_batches: int
 ) -> None:
@@ -127,7 +128,6 @@ def furthest(ranks: list[dict[str, torch.Tensor]], whole: dict[str, torch.Tensor
     return max(float((mine[k] - whole[k]).abs().max() / whole[k].abs().max()) for mine in ranks for k in whole)
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("dtype", list(REL))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_torch_tensor_parallel_mlp_equals_the_unsharded_one(world_size: int, dtype: str) -> None:
@@ -141,7 +141,6 @@ def megatron_body(side: str, dtype: str) -> dict[str, torch.Tensor]:
     return dict(getattr(module, side)(dtype))
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("dtype", list(REL))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_megatrons_tensor_parallel_layers_and_loss_equal_one_process(world_size: int, dtype: str) -> None:
@@ -152,6 +151,7 @@ def test_megatrons_tensor_parallel_layers_and_loss_equal_one_process(world_size:
     assert furthest(ranks, run_world(megatron_body, 1, "whole_body", dtype)[0]) <= REL["float32"]
 
 
+@pytest.mark.slow
 def test_declared_figures_are_those_of_each_rule() -> None:
     shapes = {"a": (4, 3), "b": (5,), "c": ()}  # 12, 5 and 1 elements
     assert optimizer_bytes(Traits(8, "all", counters=False), shapes, 2) == [144, 144]
@@ -162,17 +162,20 @@ def test_declared_figures_are_those_of_each_rule() -> None:
     assert optimizer_bytes(Traits(8, "whole"), shapes, 2) == [96 + 4, 48 + 8]
 
 
+@pytest.mark.slow
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="owns is 'half', but should be one of all"):
         optimizer_bytes(Traits(8, "half"), {}, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nobody", *LAYERS])
 def test_a_name_that_is_no_whole_run_is_refused_with_the_list(name: str) -> None:
     with pytest.raises(ValueError, match="torch-ddp, torch-zero, fsdp2"):
         build(name)
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_installed_is_not_judged_and_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     verdict = judge(Subject("peer:deepspeed-1"), ["monotone_loss"], [2])[0]

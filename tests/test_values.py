@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minigpt_dist import MiniGPT, ModelConfig, TrainConfig, make_corpus
-from minigpt_dist.corpus import read_batch, read_text
+from minigpt_dist.batches import read_batch
+from minigpt_dist.corpus import read_text
 from minigpt_dist.trace import Record, Trace, digest, leaves, read_trace, tensor_bytes
 
 

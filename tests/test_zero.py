@@ -178,6 +178,14 @@ def test_a_model_cast_after_its_optimizer_was_built_is_refused() -> None:
         zero.step()
 
 
+def test_a_parameter_whose_memory_was_replaced_is_refused() -> None:
+    ours, _, zero, _ = pair()
+    first = next(ours.parameters())
+    first.data = first.data.clone()
+    with pytest.raises(ValueError, match=r"parameter 0 .* no longer lives in the optimizer's flat buffer"):
+        zero.step()
+
+
 def test_a_state_of_another_layout_is_refused_and_changes_nothing() -> None:
     ours, _, zero, _ = pair()
     before = [p.clone() for p in ours.parameters()]

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
+from minigpt_dist.batches import read_batch
 from minigpt_dist.bench.comparison import Comparison
 from minigpt_dist.bench.interleave import Seconds, interleaved, slowest
 from minigpt_dist.config import ModelConfig, TrainConfig
-from minigpt_dist.corpus import make_corpus, read_batch
+from minigpt_dist.corpus import make_corpus
 from minigpt_dist.launch import run_world
-from minigpt_dist.model import MiniGPT, next_token_loss
+from minigpt_dist.loss import next_token_loss
+from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.collectives import barrier, world
 from minigpt_dist.parallel.zero import ZeroOptimizer
 
@@ -33,7 +35,10 @@ SIZES = {
 }
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer | ZeroOptimizer, inputs: Tensor, targets: Tensor) -> None:
+def optimizer_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer | ZeroOptimizer, inputs: Tensor, targets: Tensor
+) -> None:
+    """Forward, backward and update on one batch."""
     optimizer.zero_grad()
     next_token_loss(model(inputs), targets).backward()
     optimizer.step()
@@ -50,12 +55,12 @@ def forward_backward(model: nn.Module) -> Step:
 
 
 def zero1(model: nn.Module) -> Step:
-    return partial(_step, model, ZeroOptimizer(model, *world(), lr=LR))
+    return partial(optimizer_step, model, ZeroOptimizer(model, *world(), lr=LR))
 
 
 def ddp_adam(model: nn.Module, views: bool = False, fused: bool | None = None) -> Step:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-    return partial(_step, wrapped, Adam(wrapped.parameters(), lr=LR, fused=fused))
+    return partial(optimizer_step, wrapped, Adam(wrapped.parameters(), lr=LR, fused=fused))
 
 
 def ddp_zero(model: nn.Module, views: bool = False) -> Step:
@@ -63,7 +68,7 @@ def ddp_zero(model: nn.Module, views: bool = False) -> Step:
 
     wrapped = DistributedDataParallel(model)
     sharded = partial(ZeroRedundancyOptimizer, wrapped.parameters(), Adam, parameters_as_bucket_view=views)
-    return partial(_step, wrapped, sharded(lr=LR))
+    return partial(optimizer_step, wrapped, sharded(lr=LR))
 
 
 def fsdp2(model: nn.Module) -> Step:
@@ -73,7 +78,7 @@ def fsdp2(model: nn.Module) -> Step:
     mesh = init_device_mesh("cpu", (world()[0],))  # without it, FSDP2 looks for an accelerator
     for block in (*model.blocks, model):  # type: ignore[misc]  # MiniGPT's: nn.Module does not know the attribute
         fully_shard(block, mesh=mesh)
-    return partial(_step, model, Adam(model.parameters(), lr=LR))
+    return partial(optimizer_step, model, Adam(model.parameters(), lr=LR))
 
 
 OURS, DDP, ZRO, FSDP2 = "ours (ZeRO-1)", "DDP + Adam", "DDP + ZeroRedundancyOptimizer", "FSDP2 + Adam"
@@ -91,15 +96,20 @@ LEFT_OUT = {"tiny": {FSDP2}, "medium": set[str]()}  # a gather a block: no rival
 GOALS = {"tiny": {DDP: 1.0, ZRO: 0.5}, "medium": {DDP: 0.95}}
 
 
-def step_body(size: str, variants: list[str], rounds: int, steps: int) -> Seconds:
-    """On each rank: the same initial weights for all variants, this rank's batch."""
+def own_batch(size: str) -> tuple[Tensor, Tensor]:
+    """This rank's inputs and targets."""
     N, rank = world()
     config = TrainConfig(world_size=N, steps=1, checkpoint_step=0, model=SIZES[size])
-    inputs, targets = read_batch(make_corpus(0, config.total_tokens, config.model.vocab), config, 0, rank)
+    return read_batch(make_corpus(0, config.total_tokens, config.model.vocab), config, 0, rank)
+
+
+def step_body(size: str, variants: list[str], rounds: int, steps: int) -> Seconds:
+    """On each rank: the same initial weights for all variants, this rank's batch."""
+    inputs, targets = own_batch(size)
     actions = {}
     for name in variants:
         torch.manual_seed(0)
-        actions[name] = partial(VARIANTS[name](MiniGPT(**asdict(config.model))), inputs, targets)
+        actions[name] = partial(VARIANTS[name](MiniGPT(**asdict(SIZES[size]))), inputs, targets)
     return interleaved(actions, rounds, steps, warm_up=3, before=barrier)
 
 

@@ -19,6 +19,11 @@ MODULES = {
     "faults": "minigpt_dist.cli.faults",
     "diff": "minigpt_dist.cli.diff",
     "bench": "minigpt_dist.cli.bench",
+    "report": "minigpt_dist.cli.run_report",
+    "grade": "minigpt_dist.cli.grade",
+    "rubric": "minigpt_dist.cli.rubric",
+    "new": "minigpt_dist.cli.new",
+    "gradescope": "minigpt_dist.cli.gradescope",
 }
 DEFAULT = "train"
 PROGRAM = "minigpt-dist"
@@ -51,7 +56,7 @@ def parser_of(command: Command) -> Parser:
 
 def overview() -> str:
     """What `minigpt-dist --help` prints."""
-    lines = [f"{name:<8} {load(name).HELP}" for name in MODULES]
+    lines = [f"{name:<10} {load(name).HELP}" for name in MODULES]
     return "\n".join(
         [
             f"usage: {PROGRAM} [command] [options]",

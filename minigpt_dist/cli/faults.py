@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NAME = "faults"
 HELP = "run the fault catalogue against the checks and print the kill matrix"
 DEADLINE_S = 60.0
+REPEAT = 12
 MARKS = {"caught": "X", "passed": ".", "not judged": "-", "not asked": " "}
 
 
@@ -38,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=whole("world_size"), default=0, metavar="N", help="ranks (each fault's own)")
     add("--grid", action="store_true", help="also print fault x check, a mark for each pair")
     add("--list", action="store_true", help="list the faults and what each is")
+    add("--variants", action="store_true", help="judge the correct variants instead, and count false alarms")
+    add(
+        "--repeat",
+        type=whole("repeat"),
+        default=REPEAT,
+        metavar="K",
+        help=f"with --variants: runs of each, of other values, at world sizes 2, 3, 4, 1 in turn ({REPEAT})",
+    )
     add(
         "--deadline",
         type=number("deadline"),
@@ -54,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"world_size is {args.world_size}, but should be a whole number of at least 1")
     if not args.list:
         prepare()
+    if args.variants:
+        return _run_variants(args)
     from minigpt_dist.cli.report import console as new_console
     from minigpt_dist.verify import matrix
 
@@ -74,6 +85,42 @@ def run(args: argparse.Namespace) -> int:
     return _print_end(
         console, outcomes, everything=not args.names and not args.quick, took_s=time.perf_counter() - start
     )
+
+
+def _run_variants(args: argparse.Namespace) -> int:
+    """Judge correct variants and print what was said against them; 0 if nothing was."""
+    from minigpt_dist.cli.report import console as new_console
+    from minigpt_dist.cli.report import say, table
+    from minigpt_dist.verify import false_alarms
+    from minigpt_dist.verify.faults.variants import VARIANTS
+
+    try:
+        chosen = false_alarms.runs(args.names, max(args.repeat, 1))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    console = new_console()
+    if args.list:
+        for name in dict.fromkeys(run.variant for run in chosen):
+            say(console, f"{name}: {(VARIANTS[name].__doc__ or '').strip().splitlines()[0]}")
+        return EXIT_OK
+    start, found = time.perf_counter(), list(false_alarms.judged(chosen, whole=args.all, workers=2))
+    made = table(console, "variant", "runs", "verdicts", "passed", "not judged", "false alarms", left=1)
+    for name in dict.fromkeys(run.variant for run in chosen):
+        mine = [v for run, verdicts in found if run.variant == name for v in verdicts]
+        counts = (
+            sum(v.passed for v in mine),
+            sum(bool(v.not_judged) for v in mine),
+            sum(bool(v.violations) for v in mine),
+        )
+        made.add_row(name, str(sum(run.variant == name for run in chosen)), str(len(mine)), *map(str, counts))
+    console.print(made)
+    alarms = [v.render(f"variant:{run.variant}") for run, verdicts in found for v in verdicts if v.violations]
+    for alarm in alarms:
+        say(console, "\n" + alarm)
+    verdicts = sum(len(verdicts) for _, verdicts in found)
+    took_s = time.perf_counter() - start
+    say(console, f"\n{len(alarms)} false alarms in {len(found)} runs, {verdicts} verdicts; {took_s:.0f} s", "bold")
+    return EXIT_VIOLATED if alarms else EXIT_OK
 
 
 def _print_list(console: Console, faults: Sequence[Fault]) -> int:

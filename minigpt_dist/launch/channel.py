@@ -27,10 +27,10 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Send a message, and a duplicate of `fd` with it.  Raises OSError where the other end is gone."""
+    def send(self, message: dict[str, Any], *fds: int) -> None:
+        """Send a message, and duplicates of `fds` with it.  Raises OSError where the other end is gone."""
         line = json.dumps(message).encode("ascii") + b"\n"
-        sent = socket.send_fds(self._sock, [line], [] if fd is None else [fd])
+        sent = socket.send_fds(self._sock, [line], list(fds))
         self._sock.sendall(line[sent:])
 
     def receive(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from minigpt_dist.launch.channel import Channel
-from minigpt_dist.launch.client import Method, ServerHandle, tail
+from minigpt_dist.launch.client import Method, ServerHandle, shared_server, tail
 from minigpt_dist.launch.environment import rank_environment
 from minigpt_dist.launch.errors import LaunchError, WireError
 from minigpt_dist.launch.frames import Frame, FrameReader, send_frame
@@ -65,17 +65,26 @@ class Crew:
         world_size: number of ranks.
         method, backend, env: as for `World`.
         folder: where their files go and stay; None for a temporary folder that ends with the crew.
+        server: the one that makes them, if not the process's own; one in a sandbox has them in there, whatever `folder` is.
     """
 
     def __init__(
-        self, world_size: int, method: Method, backend: str, env: dict[str, str], folder: Path | None = None
+        self,
+        world_size: int,
+        method: Method,
+        backend: str,
+        env: dict[str, str],
+        folder: Path | None = None,
+        server: ServerHandle | None = None,
     ) -> None:
         self.world_size = world_size
         self.codes: dict[int, int] = {}  # rank -> exit code, of those that have ended
-        self._temporary = folder is None
-        self.folder = Path(tempfile.mkdtemp(prefix="minigpt-dist-")) if folder is None else folder.absolute()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._jail = server.jail if server is not None else None
+        self._traffic: int | None = None
+        self._temporary = folder is None or self._jail is not None
+        self.folder = self._make_folder(folder)
         self._store = f"rendezvous-{uuid.uuid4().hex}"  # a folder may have seen other worlds
+        self._make_store()
         self._files = {(rank, kind): self._create(rank, kind) for rank in range(world_size) for kind in _FILE_KINDS}
         self._socks: dict[int, socket.socket] = {}
         self._readers: dict[int, FrameReader] = {}
@@ -85,19 +94,37 @@ class Crew:
         _crews.add(self)
         try:
             with theirs:
-                temporary = str(self.folder) if self._temporary else None
-                self._server = ServerHandle.enlist(method, theirs.fileno(), temporary)
+                temporary = str(self.folder) if self._temporary and self._jail is None else None
+                self._server = server or shared_server(method)
+                self._server.enlist(theirs.fileno(), temporary)
             for rank in range(world_size):
-                self._start(rank, rank_environment(rank, world_size, env), method, backend)
+                given = os.environ if self._jail is None else self._jail.env
+                self._start(rank, rank_environment(rank, world_size, env, given), method, backend)
         except BaseException:
             self.close()
             raise
 
+    def _make_folder(self, folder: Path | None) -> Path:
+        if self._jail is not None:
+            return self._jail.shared_folder()
+        made = Path(tempfile.mkdtemp(prefix="minigpt-dist-")) if folder is None else folder.absolute()
+        made.mkdir(parents=True, exist_ok=True)
+        return made
+
+    def _make_store(self) -> None:
+        """In a sandbox, the file of the rendezvous: its ranks can write files there, but make none."""
+        if self._jail is not None:
+            store = self.folder / self._store
+            store.touch(mode=0o600)
+            self._jail.adopt(store)
+
     def _create(self, rank: int, kind: FileKind) -> int:
         path = self.folder / f"rank{rank}.{kind}"
-        if kind == "ledger":
-            return create_mirror(path)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        made = create_mirror(path) if kind == "ledger" else os.open(path, flags, 0o600)
+        if self._jail is not None:
+            self._jail.adopt(made)
+        return made
 
     def _start(self, rank: int, env: dict[str, str], method: Method, backend: str) -> None:
         ours, theirs = socket.socketpair()
@@ -110,9 +137,9 @@ class Crew:
             "world_size": self.world_size,
             "backend": backend,
             "env": env,
-            "cwd": os.getcwd(),
-            "path": sys.path,
-            "folder": str(self.folder),
+            "cwd": os.getcwd() if self._jail is None else self._jail.cwd,
+            "path": sys.path if self._jail is None else self._jail.path,
+            "folder": str(self.folder) if self._jail is None else self._jail.inside(self.folder),
             "store": self._store,
         }
         self.send(rank, json.dumps(config).encode("ascii"))
@@ -140,15 +167,18 @@ class Crew:
         events = [event for rank in sorted(ready - {None}) if (event := self._read(rank))]
         if None in ready:
             for message in self._receive():
+                if "traffic" in message:
+                    self._traffic = message["traffic"]
+                    continue
                 rank, self.codes[message["exit"]] = message["exit"], message["code"]
                 while event := self._read(rank):  # its last words first
                     events.append(event)
                 events.append(Event(rank, "exit", code=message["code"]))
         return events
 
-    def _tell(self, message: dict[str, Any], fd: int | None = None) -> None:
+    def _tell(self, message: dict[str, Any], *fds: int) -> None:
         try:
-            self._channel.send(message, fd)
+            self._channel.send(message, *fds)
         except OSError:
             raise self._server.lost() from None
 
@@ -181,6 +211,19 @@ class Crew:
         """Have ranks write their Python stacks and end; return the events until they have, or `grace_s` is over."""
         self._tell({"stacks": [rank for rank in ranks if rank not in self.codes]})
         return self._until_ended(ranks, grace_s)
+
+    def traffic(self, limit_s: float = 10.0) -> int | None:
+        """Bytes that ranks have sent each other, by any way but files and memory, in all worlds of their sandbox so far.
+
+        Counted by its server, out of their reach; None where they have no network of their own, or no answer came.
+        """
+        if self._jail is None or not self._jail.walled:
+            return None
+        self._traffic, limit = None, time.monotonic() + limit_s
+        self._tell({"traffic": True})
+        while self._traffic is None and time.monotonic() < limit and not self.codes:
+            self.events(limit - time.monotonic())
+        return self._traffic
 
     def kill(self) -> list[Event]:
         """End and reap every rank; return what still arrived.  Raises LaunchError if one outlives SIGKILL."""

@@ -19,11 +19,13 @@ _OF_A_LAUNCHER = frozenset(
 )
 
 
-def rank_environment(rank: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
-    """The parent's environment as it is now, less what a launcher said of the parent's own rank, then `extra`."""
+def rank_environment(
+    rank: int, world_size: int, extra: Mapping[str, str], given: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The parent's environment as it is now, or what is `given`, less what a launcher said of the parent's own rank, then `extra`."""
     environment = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in given.items()
         if name not in _OF_A_LAUNCHER and not name.startswith("TORCHELASTIC_")
     }
     loopback = "lo0" if sys.platform == "darwin" else "lo"  # the host's own name need not resolve

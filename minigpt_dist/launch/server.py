@@ -5,15 +5,13 @@ with it, as soon as the parent's socket closes, however the parent ended.
 Leaves what a rank does to `rank`, and the asking to `crew`.
 
 From the parent, on the control channel: {"crew": folder to remove, or null} with a descriptor of a new channel.
-On a crew's channel: {"start": rank, "env": ..} with the rank's socket; {"stacks": [ranks]}; {"kill": [ranks]}.
-To the parent: {"exit": rank, "code": exit code}.
+On a crew's channel: {"start": rank, "env": ..} with the rank's socket; {"stacks": [ranks]}; {"kill": [ranks]}; {"traffic": true}.
+To the parent: {"exit": rank, "code": exit code}; {"traffic": bytes}.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
 import selectors
@@ -21,17 +19,19 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 from minigpt_dist.launch.channel import Channel
+from minigpt_dist.launch.limits import Limits, become, confine
+from minigpt_dist.launch.preload import preload
+from minigpt_dist.launch.procfs import children, loopback_bytes, private_bytes_of_others
 
 __all__ = ["main"]
 
-_LIBRARIES = ("numpy", "safetensors.torch", "torch", "torch.distributed", "torch._dynamo")
-_PACKAGE = ("minigpt_dist.worker",)
+_WATCH_S = 0.25
 _SPAWNED = """import sys, json
 sys.path[:] = json.loads(sys.argv[1])
 from minigpt_dist.launch.rank import main
@@ -47,49 +47,42 @@ class _Crew:
     pids: dict[int, int] = field(default_factory=dict)
 
 
-def main(control_fd: int, method: str, also_preload: list[str]) -> None:
-    """Serve until the parent is gone; never returns.  In a process forked off as a rank, be that rank."""
+def main(control_fd: int, method: str, also_preload: list[str], sandbox: list[Any] | None = None) -> None:
+    """Serve until the parent is gone; never returns.  In a process forked off as a rank, be that rank.
+
+    `sandbox` holds the limits for all processes, and the user that ranks become, where the server is in one.
+    """
     if method == "fork":
-        _preload(also_preload)
-    server = _Server(Channel(socket.socket(fileno=control_fd)), method)
+        preload(also_preload)
+    if sandbox is not None:
+        serve_sandbox(control_fd, sandbox)
+    _serve(control_fd, method, None)
+
+
+def serve_sandbox(control_fd: int, sandbox: list[Any]) -> None:
+    """Serve from inside a sandbox, where this process has loaded all that its ranks need; never returns."""
+    limits, user, walled = Limits(*sandbox[0]), sandbox[1], sandbox[2]
+    confine(limits)
+    _serve(control_fd, "fork", lambda: become(user), limits.total_bytes if walled else 0)
+
+
+def _serve(control_fd: int, method: str, settle: Callable[[], None] | None, most_bytes: int = 0) -> None:
+    """`settle` is what a forked rank of a sandbox does first; `most_bytes` is for all its processes together, 0 for any number."""
+    server = _Server(Channel(socket.socket(fileno=control_fd)), method, settle is not None, most_bytes)
     parent = os.getpid()
     seat = server.serve()
     if seat is not None:
         from minigpt_dist.launch.rank import main as be_rank
 
+        if settle is not None:
+            settle()
         be_rank(seat, parent, server.lifeline)
     os._exit(0)  # an interpreter's long farewell would only keep the parent waiting
 
 
-def _preload(names: list[str]) -> None:
-    """Import what ranks will need.  What cannot be imported is left to the rank that asks for it, and its traceback."""
-    import torch
-
-    torch.set_num_threads(1)
-    cache = "TORCHINDUCTOR_CACHE_DIR"
-    with tempfile.TemporaryDirectory(prefix="minigpt-dist-") as scratch:
-        os.environ.setdefault(cache, scratch)  # torch._dynamo makes its cache's folder as it is imported
-        _try_to_import(*_LIBRARIES, *names)
-        if os.environ[cache] == scratch:
-            del os.environ[cache]
-    from minigpt_dist.launch import ledger, rank
-
-    ledger.install()  # before anything can import a collective by name
-    _try_to_import(*_PACKAGE)
-    rank.ready()
-    gc.collect()
-    gc.freeze()  # a collection in a rank would write to, and so copy, every page of the objects made here
-
-
-def _try_to_import(*names: str) -> None:
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-
-
 class _Server:
-    def __init__(self, control: Channel, method: str) -> None:
-        self._method, self._control = method, control
+    def __init__(self, control: Channel, method: str, adopts: bool = False, most_bytes: int = 0) -> None:
+        self._method, self._control, self._adopts, self._most_bytes = method, control, adopts, most_bytes
         self._crews: list[_Crew] = []
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
@@ -104,7 +97,7 @@ class _Server:
     def serve(self) -> int | None:
         """Handle requests.  Returns None when the parent is gone, and the rank's socket in a forked rank."""
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._events():
                 if key.data is self._control:
                     if not self._new_crews():
                         self._end()
@@ -116,6 +109,15 @@ class _Server:
                 else:
                     self._woken.recv(4096)
                     self._reap()
+
+    def _events(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for something to handle; meanwhile end all ranks of a sandbox that together take too much memory."""
+        if not self._most_bytes or not any(crew.pids for crew in self._crews):
+            return self._selector.select()
+        events = self._selector.select(_WATCH_S)
+        if private_bytes_of_others() > self._most_bytes:
+            os.kill(-1, signal.SIGKILL)  # every process in sight but this one and process 1
+        return events
 
     def _new_crews(self) -> bool:
         try:
@@ -139,6 +141,9 @@ class _Server:
                 seat = crew.channel.take_fd()
                 if self._start(crew, message["start"], seat, message["env"]):
                     return seat
+            elif "traffic" in message:
+                with contextlib.suppress(OSError):
+                    crew.channel.send({"traffic": loopback_bytes()})
             elif "stacks" in message:
                 self._ask_stacks([crew.pids[rank] for rank in message["stacks"] if rank in crew.pids])
             else:
@@ -183,6 +188,18 @@ class _Server:
                     del crew.pids[rank]
                     with contextlib.suppress(OSError):  # the asking end may be gone
                         crew.channel.send({"exit": rank, "code": code})
+        if self._adopts:
+            self._reap_adopted()
+
+    def _reap_adopted(self) -> None:
+        """Reap what ranks have left behind: a daemon that has ended is still one of the few processes allowed."""
+        own = {pid for crew in self._crews for pid in crew.pids.values()}
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None or ended.si_pid in own:
+                    return
+                os.waitpid(ended.si_pid, 0)
 
     def _dismiss(self, crew: _Crew) -> None:
         """End a crew whose parent has closed its channel."""
@@ -198,6 +215,12 @@ class _Server:
     def _end(self) -> None:
         for crew in list(self._crews):
             self._dismiss(crew)
+        while self._adopts and (left := children()):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
     def _forget_all(self) -> None:
         """In a forked rank: drop everything that is the server's."""

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from minigpt_dist.launch.autopsy import Failure, deadline_error, first_failure
-from minigpt_dist.launch.client import Method
+from minigpt_dist.launch.client import Method, ServerHandle
 from minigpt_dist.launch.crew import START_S, Crew, Event
 from minigpt_dist.launch.errors import LaunchError, WireError
 from minigpt_dist.launch.frames import Frame
@@ -40,12 +40,15 @@ def run_world(
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
     method: Method | None = None,
+    server: ServerHandle | None = None,
 ) -> list[T]:
     """Run `body(*args)` on `world_size` fresh ranks and return what each returned, in rank order.
 
     Arguments and errors are those of `World` and `World.run`.
     """
-    world = World(world_size, deadline_s=deadline_s, backend=backend, env=env, method=method, folder=folder)
+    world = World(
+        world_size, deadline_s=deadline_s, backend=backend, env=env, method=method, folder=folder, server=server
+    )
     with world:
         return world.run(body, *args)
 
@@ -63,6 +66,7 @@ class World:
         env: variables set in every rank, over the parent's.  What a library reads as it loads needs method="spawn".
         method: "fork" (from a clean process that has imported torch; the default on Linux) or "spawn".
         folder: where the ranks' output and ledgers go and stay; by default a temporary folder, removed in the end.
+        server: a rank server of the caller's, in a sandbox; by default this process's own.
 
     Raises ValueError for bad arguments, LaunchError on Windows.
     """
@@ -76,11 +80,12 @@ class World:
         env: Mapping[str, str] | None = None,
         method: Method | None = None,
         folder: str | os.PathLike[str] | None = None,
+        server: ServerHandle | None = None,
     ) -> None:
         if type(world_size) is not int or world_size < 1:
             raise ValueError(f"world_size is {world_size!r}, expected an int of at least 1")
         self.world_size, self.deadline_s = world_size, _checked_deadline(deadline_s)
-        self._method = _checked_method(method)
+        self._method, self._server = _checked_method(method), server
         self._backend, self._env = backend, dict(env or {})
         for name, value in self._env.items():
             if not isinstance(name, str) or not isinstance(value, str):
@@ -113,6 +118,8 @@ class World:
         """
         limit_s = self.deadline_s if deadline_s is None else _checked_deadline(deadline_s)
         reference, packed = refer(body), _pickled(args)
+        if self._server is not None and self._server.jail is not None:
+            reference = reference._replace(file=None)  # a sandbox has the module elsewhere
         self._jobs += 1
         header = json.dumps({"job": self._jobs, "body": reference}).encode("ascii")
         try:
@@ -124,6 +131,10 @@ class World:
             self.close()
             raise
 
+    def traffic(self) -> int | None:
+        """Bytes that the loopback of the ranks' sandbox has carried; None where they have none, or do not run."""
+        return self._crew.traffic() if self._crew is not None and self._crew.usable else None
+
     def close(self) -> None:
         """End the ranks and wait for them.  The world can be run again: that starts fresh ones."""
         crew, self._crew = self._crew, None
@@ -133,7 +144,7 @@ class World:
     def _ready_crew(self) -> tuple[Crew, bool]:
         if self._crew is not None and self._crew.usable:
             return self._crew, False
-        self._crew = Crew(self.world_size, self._method, self._backend, self._env, self._folder)
+        self._crew = Crew(self.world_size, self._method, self._backend, self._env, self._folder, self._server)
         return self._crew, True
 
 

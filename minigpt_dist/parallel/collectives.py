@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
+Work = dist.Work
 ONE_ROUND_BYTES = 2**20  # above it, copying the slice N times costs more than the wake-ups that it saves
 
 
@@ -43,7 +44,7 @@ def all_reduce_sum(tensor: Tensor, group: Group = None) -> Tensor:
     return tensor
 
 
-def all_reduce_start(tensor: Tensor, group: Group = None) -> dist.Work | None:
+def all_reduce_start(tensor: Tensor, group: Group = None) -> Work | None:
     """Start to sum `tensor` over ranks, in place: done once the returned work has been waited for; None where there is one rank.
 
     The order of the sum is that of the backend's ring.

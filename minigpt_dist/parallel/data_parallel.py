@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from minigpt_dist.parallel.buckets import Bucket, assign
-from minigpt_dist.parallel.collectives import Group, all_reduce_start, broadcast, world
+from minigpt_dist.parallel.collectives import Group, Work, all_reduce_start, broadcast, world
 from minigpt_dist.parallel.ddp import broadcast_parameters
 
 
@@ -87,7 +86,7 @@ class DistributedDataParallel(nn.Module):
         """Nothing has arrived in this backward."""
         self._running = False
         self._missing = [set(range(len(bucket.params))) for bucket in self._buckets]
-        self._works: list[dist.Work | None] = []
+        self._works: list[Work | None] = []
 
     def _arrived(self, b: int, i: int) -> None:
         """Backward has added to parameter i of bucket b."""

@@ -1,6 +1,7 @@
 """Which part of a step to blame when a run ends in an error instead of evidence.
 
-Owns the reading of stacks and of the calls that ranks are stuck in or died in. Leaves the message to `checks/registry.py`.
+Owns the reading of stacks and of the calls that ranks are stuck in or died in, and of the piece that is not written yet. Leaves the
+message to `checks/registry.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,18 @@ def stage_of(error: LaunchError, default: str) -> str:
             if any(re.fullmatch(pattern, call) for call in calls):
                 return stage
     return default
+
+
+def unwritten(error: RankError) -> str:
+    """The name of the stub that raised NotImplementedError; "" for any other error, and for one that refuses something in particular."""
+    if error.kind != "NotImplementedError":
+        return ""
+    named = re.fullmatch(r"([\w.]+) is not (?:written|implemented)(?: yet)?\.?", error.message.strip())
+    if named:
+        return named[1]
+    stub = not error.message.strip() or re.match(r"(?i)\W*(todo|implement|your code|fill in|not (yet )?implemented)", error.message)
+    frames = re.findall(r"File .*, in (\S+)", error.traceback)
+    return frames[-1] if stub and frames else ""
 
 
 def _evidence(error: LaunchError) -> tuple[str, list[str]]:

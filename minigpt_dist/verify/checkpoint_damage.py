@@ -157,9 +157,9 @@ def no_checksum(files: Files, other: Files) -> Iterator[Damage]:
                     what = f"{name} altered, the checksums in {files.name(path)} {label}"
                     yield Damage(what, rank, {**flip, path: text_of(bare)})
         for path in files.others:
+            yield Damage(f"{name} altered, {files.name(path)} missing", rank, {**flip, path: None})
             if path not in documents:
                 yield Damage(f"{name} altered, {files.name(path)} emptied", rank, {**flip, path: b""})
-                yield Damage(f"{name} altered, {files.name(path)} missing", rank, {**flip, path: None})
 
 
 def _unsigned(document: Any, instead: Any) -> Any:

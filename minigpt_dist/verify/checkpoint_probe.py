@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,12 +219,15 @@ PROBES: dict[str, Callable[..., Rows]] = {
 
 
 def probe_body(spec: str, slots: list[str], probe: str, area: str, *args: Any) -> dict[str, Any]:
-    """One probe in the empty folder `area`: {"rows": ...} or {"broken": why even the plain save failed}."""
+    """One probe in the folder `area`, made for it: {"rows": ...} or {"broken": why even the plain save failed}."""
+    Path(area).mkdir(parents=True)
     folder = Path(area).resolve()
     try:
         answer: dict[str, Any] = {"rows": PROBES[probe](Store(spec, slots), folder, *args)}
     except BrokenSave as broken:
         answer = {"broken": str(broken)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     # Foreign errors name files by paths that are others in each run; a verdict says the same thing every time.
     steady: dict[str, Any] = json.loads(json.dumps(answer).replace(f"{folder}/", ""))
     return steady

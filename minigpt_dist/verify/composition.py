@@ -1,96 +1,25 @@
 """The composed run under judgement: train with a checkpoint, then resume it in fresh processes; beside it, the one-process oracle.
 
-Owns the bodies that ranks run and the evidence they bring. Leaves what it means to `checks/`.
+Owns the evidence and how it is gathered. Leaves what ranks run to `composed_probe.py` and what it means to `checks/`.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from minigpt_dist.batches import block_start, read_batch
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus
-from minigpt_dist.memory import held
-from minigpt_dist.trace import Record, Trace, digest, leaves, merge, tensor_bytes
-from minigpt_dist.verify.contract import resolve
-from minigpt_dist.verify.optimizers import abilities
-from minigpt_dist.verify.plug import build_model, pieces_of
+from minigpt_dist.trace import Record, Trace, digest, merge, tensor_bytes
+from minigpt_dist.verify.composed_probe import Files, altered_body, composed_body, gradients_body, initial_body
 from minigpt_dist.verify.subject import NotJudged, Subject
-from minigpt_dist.worker import Worker
 
-
-def composed_body(spec: str, slots: list[str], config: dict[str, Any], folder: str, resume: bool) -> dict[str, Any]:
-    """One rank of the composed run; besides the records, the final parameters as bytes."""
-    impl = resolve(spec, tuple(slots))
-    worker = Worker(TrainConfig.from_dict(config), Path(folder), pieces_of(impl), resume=resume)
-    result = worker.run()
-    known = "pieces" in impl.extras  # a peer's, whose traits say the same
-    result["averages_outside"], result["resumable"] = (
-        not known and impl.averages_outside,
-        known or "state_dict" in abilities(impl),
-    )
-    final = worker.recorder.parameters()
-    result["final"] = {name: tensor_bytes(p) for name, p in final.items()}
-    result["shapes"] = {name: list(p.shape) for name, p in final.items()}
-    result["state"] = (
-        held(t for _, t in leaves(worker.recorder.optimizer.state_dict()) if isinstance(t, Tensor)) if known else 0
-    )
-    return result
-
-
-def oracle_body(spec: str, slots: list[str], config: dict[str, Any]) -> dict[str, Any]:
-    """The same training by one process: the implementation's model, torch's AdamW, gradients of all blocks added in rank order.
-
-    Shares nothing with the pieces under judgement: data, mean and update are written out here.
-    """
-    c = TrainConfig.from_dict(config)
-    torch.manual_seed(c.seed * 1009)
-    model = build_model(resolve(spec, tuple(slots)), c.model).to(getattr(torch, c.dtype))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, foreach=False
-    )
-    tokens = make_corpus(c.seed, c.total_tokens, c.model.vocab)
-    losses, digests = [], [_digest(model)]
-    for step in range(c.steps):
-        losses.append(_oracle_step(model, optimizer, tokens, c, step))
-        digests.append(_digest(model))
-    return {"losses": losses, "digests": digests, "final": {n: tensor_bytes(p) for n, p in model.named_parameters()}}
-
-
-def _oracle_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, c: TrainConfig, step: int
-) -> list[float]:
-    """One update on the mean of per-rank gradients; the loss of each rank's block."""
-    width, blocks = c.batch * c.model.seq_len, c.world_size * c.micro_batches
-    losses, total = [], None
-    params = list(model.parameters())
-    for rank in range(c.world_size):
-        local: list[Tensor] | None = None
-        for m in range(c.micro_batches):
-            start = (step * blocks + rank * c.micro_batches + m) * (width + 1)
-            x = tokens[start : start + width].view(c.batch, -1)
-            y = tokens[start + 1 : start + width + 1]
-            loss = nn.functional.cross_entropy(model(x).view(width, -1), y)
-            grads = torch.autograd.grad(loss / c.micro_batches, params, allow_unused=True, materialize_grads=True)
-            local = list(grads) if local is None else [a + b for a, b in zip(local, grads, strict=True)]
-            losses.append(loss.item())
-        assert local is not None
-        total = local if total is None else [a + b for a, b in zip(total, local, strict=True)]
-    assert total is not None
-    for p, g in zip(params, total, strict=True):
-        p.grad = g / c.world_size
-    optimizer.step()
-    return losses
-
-
-def _digest(model: nn.Module) -> dict[str, str]:
-    return {name: digest(p) for name, p in [*model.named_parameters(), *model.named_buffers()]}
+OTHER_SEED = 500_009  # a resumed run starts from other random numbers
 
 
 @dataclass
@@ -106,6 +35,7 @@ class Composed:
     averages_outside: bool
     shapes: dict[str, list[int]]
     state_bytes: list[int]
+    files: Files
 
 
 def _trace(subject: Subject, config: TrainConfig, results: list[dict[str, Any]]) -> Trace:
@@ -119,35 +49,90 @@ def composed(subject: Subject, config: TrainConfig) -> Composed:
 
 
 def _compose(subject: Subject, config: TrainConfig) -> Composed:
-    folder = tempfile.mkdtemp(prefix="minigpt-dist-")
+    with subject.area() as area:
+        results = subject.run(composed_body, config.world_size, config.to_dict(), _tokens(config), area, None)
+    files = results[0]["files"]
+    resumed, failure = None, None
     try:
-        N, plain = config.world_size, config.to_dict()
-        results = subject.run(composed_body, N, plain, folder, False)
-        resumed, failure = None, None
-        try:
-            if not results[0]["resumable"]:
-                raise NotJudged("the optimizer has no state_dict and load_state_dict of its own")
-            resumed = _trace(subject, config, subject.run(composed_body, N, plain, folder, True))
-        except Exception as error:
-            failure = error
-        whole = _trace(subject, config, results)
-        return Composed(
-            config,
-            whole,
-            resumed,
-            failure,
-            [r["snapshot"] for r in results],
-            [r["final"] for r in results],
-            results[0]["averages_outside"],
-            results[0]["shapes"],
-            [r["state"] for r in results],
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not results[0]["resumable"]:
+            raise NotJudged("the optimizer has no state_dict and load_state_dict of its own")
+        resumed = resume(subject, config, files)
+    except Exception as error:
+        failure = error
+    return Composed(
+        config,
+        _trace(subject, config, results),
+        resumed,
+        failure,
+        [r["snapshot"] for r in results],
+        [r["final"] for r in results],
+        results[0]["averages_outside"],
+        results[0]["shapes"],
+        [r["state"] for r in results],
+        files,
+    )
+
+
+def resume(subject: Subject, config: TrainConfig, files: Files) -> Trace:
+    """Go on from a checkpoint, where there is nothing else of the run: no earlier data, no seed, no file, no process."""
+    N, tokens = config.world_size, _tokens(config)
+    tokens[: block_start(config, config.checkpoint_step, 0, 0)] = 0
+    elsewhere = replace(config, seed=config.seed + OTHER_SEED).to_dict()
+    with subject.area() as area:
+        return _trace(subject, config, subject.run_afresh(composed_body, N, elsewhere, tokens, area, files))
+
+
+def altered(subject: Subject, evidence: Composed) -> tuple[str | None, Trace]:
+    """The path of the moment that was changed in the checkpoint, and the run that goes on from the changed one."""
+    config = evidence.config
+    with subject.area() as area:
+        results = subject.run_afresh(altered_body, config.world_size, config.to_dict(), area, evidence.files)
+    return results[0]["altered"], resume(subject, config, results[0]["files"])
+
+
+def _tokens(config: TrainConfig) -> Tensor:
+    return make_corpus(config.seed, config.total_tokens, config.model.vocab)
 
 
 def oracle(subject: Subject, config: TrainConfig) -> dict[str, Any]:
-    """What one process gets (once a configuration)."""
-    return subject.evidence(  # type: ignore[no-any-return]  # memo
-        ("oracle", str(config)), lambda: subject.run(oracle_body, 1, config.to_dict())[0]
+    """What one process gets (once a configuration): torch's AdamW on the gradients of all blocks, added in rank order.
+
+    Shares nothing with the pieces under judgement: data, mean and update are the judge's own, in the judge's own process. Only the
+    model is the implementation's; it is asked, at the parameters of each step, for the loss and the gradient of each block.
+    """
+    return subject.evidence(("oracle", str(config)), lambda: _oracle(subject, config))  # type: ignore[no-any-return]  # memo
+
+
+def _oracle(subject: Subject, c: TrainConfig) -> dict[str, Any]:
+    start = subject.ask(initial_body, 1, c.to_dict())[0]
+    named = {name: torch.nn.Parameter(t) for name, t in start["parameters"].items()}
+    optimizer = torch.optim.AdamW(
+        named.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, foreach=False
     )
+    tokens, losses, digests = _tokens(c), [], [_digests({**named, **start["buffers"]})]
+    for step in range(c.steps):
+        blocks = [read_batch(tokens, c, step, r, m) for r in range(c.world_size) for m in range(c.micro_batches)]
+        at = {name: p.detach() for name, p in named.items()}
+        answers = subject.ask(gradients_body, 1, c.to_dict(), at, blocks)[0]
+        losses.append([loss for loss, _ in answers])
+        for name, p in named.items():
+            p.grad = _mean([grads[name] for _, grads in answers], c)
+        optimizer.step()
+        digests.append(_digests(named))
+    return {"losses": losses, "digests": digests, "final": {name: tensor_bytes(p) for name, p in named.items()}}
+
+
+def _mean(grads: list[Tensor], c: TrainConfig) -> Tensor:
+    """The mean over ranks of the sums of their micro-batches, added in that order."""
+    total: Tensor | None = None
+    for rank in range(c.world_size):
+        local, *rest = grads[rank * c.micro_batches : (rank + 1) * c.micro_batches]
+        for more in rest:
+            local = local + more
+        total = local if total is None else total + local
+    assert total is not None
+    return total / c.world_size
+
+
+def _digests(named: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(t) for name, t in named.items()}

@@ -97,7 +97,7 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     for slot, names in SLOTS.items():
         theirs = not slots or slot in slots
         for name in names:
-            value = getattr(module if theirs else own, name, None)
+            value = getattr(module, name, None) if theirs else _own_piece(own, name)
             if theirs and value is None and slot in torch_shape:
                 value = torch_shape[slot]
             if callable(value):
@@ -107,6 +107,19 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     for name in found.extras.get("stood_in", ()):
         found.origins[f"import {name}"] = "not installed here: a stand-in that does nothing"
     return found
+
+
+def _own_piece(own: ModuleType, name: str) -> Any:
+    """Our piece of that name; None where we have none, or it is kept out of this sandbox."""
+    try:
+        return getattr(own, name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def slots_body(spec: str, slots: list[str]) -> list[str]:
+    """On a rank: the slots that the implementation's own pieces fill, where the others are to be ours; none if all are its own."""
+    return list(resolve(spec, tuple(slots)).slots)
 
 
 def origins_body(spec: str, slots: list[str]) -> dict[str, str]:

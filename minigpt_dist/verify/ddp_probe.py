@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import digest, tensor_bytes
-from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.linear_probe import LinearModel, weights_for
 from minigpt_dist.verify.plug import build_wrapper, finish
 from minigpt_dist.verify.scenario import Scenario
@@ -28,19 +28,33 @@ class Buffered(nn.Module):
         self.register_buffer("count", torch.tensor(rank))
         self.register_buffer("hidden", torch.full((2,), -float(rank)), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         out: Tensor = self.layer(x) + self.get_buffer("running").sum()
-        return out
+        return out * scale, out
 
 
 def construction_body(spec: str, slots: list[str]) -> dict[str, Any]:
-    """Digests of a module's buffers after it was wrapped."""
+    """Digests of a module's buffers after it was wrapped; what its forward gives, and what the module's own gives."""
     impl = resolve(spec, tuple(slots))
     if "DistributedDataParallel" not in impl.names:
         return {"not_judged": "there is no data-parallel wrapper"}
     module = Buffered(world()[1])
-    build_wrapper(impl, module)
-    return {"buffers": {name: digest(b) for name, b in module.named_buffers()}}
+    wrapper = build_wrapper(impl, module)
+    buffers = {name: digest(b) for name, b in module.named_buffers()}
+    shown: dict[str, Any] = {}
+    for name, called in (("right", module), ("forward", wrapper)):
+        try:
+            shown[name] = [digest(t.detach()) for t in called(torch.ones(4, 3), scale=2.0)]
+        except TypeError as error:
+            shown[name] = f"TypeError: {error}"
+    return {"buffers": buffers, **shown}
+
+
+def _backward(impl: Implementation, wrapper: Any, model: LinearModel, weights: list[Tensor | None]) -> None:
+    """One forward and backward through a wrapper, and its finish call."""
+    loss = wrapper([None if w is None else w.to(p.dtype) for w, p in zip(weights, model.params, strict=True)])
+    loss.backward()
+    finish(impl, wrapper)
 
 
 def ddp_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str, Any]:
@@ -52,15 +66,15 @@ def ddp_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str,
     N, rank = world()
     model = LinearModel(s, s.seed + rank)
     wrapper = build_wrapper(impl, model)
+    other = build_wrapper(impl, LinearModel(s, s.seed + rank + N)) if s.twice else None
     start = [tensor_bytes(p) for p in model.params]
     gradients = []
     for step in range(1, s.steps + 1):
         model.zero_grad()
+        if other is not None:
+            _backward(impl, other, model, weights_for(s, step + 1, rank, 0, N))
         for part in range(s.backwards):
-            weights = weights_for(s, step, rank, part, N)
-            loss = wrapper([None if w is None else w.to(p.dtype) for w, p in zip(weights, model.params, strict=True)])
-            loss.backward()
-            finish(impl, wrapper)
+            _backward(impl, wrapper, model, weights_for(s, step, rank, part, N))
         gradients.append([None if p.grad is None else tensor_bytes(p.grad.to(p.dtype)) for p in model.params])
         with torch.no_grad():
             for p in model.params:

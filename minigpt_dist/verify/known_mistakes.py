@@ -19,6 +19,11 @@ def _without(dropped: int) -> Callable[[Step], Tensor]:
     return lambda x: (x.local.sum(0) - x.local[dropped]) / x.layout.world_size
 
 
+def _first_ranks(count: int) -> Callable[[Step], Tensor]:
+    """The mean, with the shares of all but the first `count` ranks counted as zero."""
+    return lambda x: x.local[:count].sum(0) / x.layout.world_size
+
+
 def _shifted(by: int) -> Callable[[Step], Tensor]:
     """The mean of the gradient `by` elements further on; zero where there is none."""
 
@@ -195,12 +200,23 @@ OPTIMIZER: tuple[Mistake, ...] = (
     Mistake("optimizer", "there is no bias correction", correct_first=False, correct_second=False),
     Mistake("optimizer", "the second moment has no bias correction", correct_second=False),
     Mistake("optimizer", "the first moment has no bias correction", correct_first=False),
-    Mistake("optimizer", "eps is added inside the square root", eps_inside=True),
+    Mistake("optimizer", "eps is added inside the square root", root=lambda v, c2, eps: (v / c2 + eps).sqrt()),
+    Mistake(
+        "optimizer",
+        "eps is added inside the square root, before the bias correction",
+        root=lambda v, c2, eps: ((v + eps) / c2).sqrt(),
+    ),
+    Mistake(
+        "optimizer", "eps is added before the bias correction", root=lambda v, c2, eps: (v.sqrt() + eps) / c2.sqrt()
+    ),
+    Mistake("optimizer", "the square root of eps is added", root=lambda v, c2, eps: (v / c2).sqrt() + eps.sqrt()),
+    Mistake("optimizer", "the square root of the second moment is missing", root=lambda v, c2, eps: v / c2 + eps),
     Mistake("optimizer", "beta1 and beta2 are exchanged", betas=lambda beta1, beta2: (beta2, beta1)),
     Mistake("optimizer", "the betas given have no effect", betas=_default_betas),
     Mistake("optimizer", "the eps given has no effect", eps=1e-8),
     Mistake("optimizer", "the learning rate is multiplied by N", lr=lambda lr, N: lr * N),
     Mistake("optimizer", "the learning rate is divided by N", lr=lambda lr, N: lr / N),
+    Mistake("optimizer", "edits of weight decay have no effect", decay_edits=False),
     Mistake("optimizer", "edits of the learning rate have no effect", edits="ignored"),
     Mistake("optimizer", "edits of the learning rate hold one step late", edits="late"),
     Mistake("optimizer", "options of parameter groups have no effect", groups=False),
@@ -213,8 +229,15 @@ OPTIMIZER: tuple[Mistake, ...] = (
     Mistake("optimizer", "the largest second moment so far is used (AMSGrad)", amsgrad=True),
     Mistake("optimizer", "the moments are forgotten after each step", forget_moments=True),
     Mistake("optimizer", "the master copy is kept in bfloat16", round_master=torch.bfloat16),
-    Mistake("optimizer", "the moments are kept in bfloat16", round_moments=torch.bfloat16),
-    Mistake("optimizer", "the moments are kept in float16", round_moments=torch.float16),
+    *(
+        Mistake("optimizer", f"{what} kept in {kind}", round_moments=dtype, rounded=which)
+        for kind, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
+        for what, which in (
+            ("the moments are", (True, True)),
+            ("the first moment is", (True, False)),
+            ("the second moment is", (False, True)),
+        )
+    ),
     Mistake("gather", "only every second step changes anything", every=2),
 )
 REST: tuple[Mistake, ...] = (
@@ -248,6 +271,14 @@ CONDITIONS: dict[str, tuple[Mistake, ...]] = {
         Mistake("reduce", "sums over ranks stay in the gradients, and the next backward adds to them", _sums_stay),
     ),
     "closure": (
+        *(
+            Mistake(
+                "backward",
+                f"only the first {k} ranks' gradients count: the others evaluate no closure",
+                _first_ranks(k),
+            )
+            for k in (1, 2, 3)
+        ),
         Mistake(
             "backward", "the closure's gradients count twice: it is evaluated more than once", lambda x: 2 * x.mean
         ),

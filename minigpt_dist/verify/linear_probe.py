@@ -43,7 +43,12 @@ class LinearModel(nn.Module):
 def weights_for(s: Scenario, step: int, rank: int, part: int, world_size: int) -> list[Tensor | None]:
     """What backward number `part` of `rank` at `step` is to leave in each tensor's gradient; None for no gradient."""
     off = s.without_gradient(step, rank, world_size)
-    return [None if i in off else rank_gradient(s.seed, i, shape, step, rank, part) for i, shape in enumerate(s.shapes)]
+    weights = [
+        None if i in off else rank_gradient(s.seed, i, shape, step, rank, part) for i, shape in enumerate(s.shapes)
+    ]
+    if s.nan_at == step and rank == world_size - 1 and weights[0] is not None:
+        weights[0].view(-1)[0] = torch.nan
+    return weights
 
 
 def _snapshot(model: LinearModel, s: Scenario) -> list[bytes]:
@@ -102,6 +107,7 @@ class _Run:
         held = census(model, self.known) if s.census else {}
         return {
             "values": values,
+            "dtypes": [str(p.dtype).removeprefix("torch.") for p in model.params],
             "returned": returned,
             "bytes": held,
             "averages_outside": self.impl.averages_outside,

@@ -15,6 +15,7 @@ from typing import Any
 
 ENTRIES = ("adapters.py", "__init__.py", "solution.py", "submission.py", "main.py")
 MAX_STAND_INS = 20
+NEVER_SHADOWED = ("submission", "torch", "minigpt_dist")
 
 
 def entry_of(path: Path) -> Path:
@@ -36,21 +37,35 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     """The module at `path`, and the names of packages that a stand-in was made for.
 
     It is imported as part of a package `submission` that is its folder, so that `from .zero import X` and `from zero import X`
-    both find its neighbours; the folder comes last on sys.path, so that a neighbour called json.py replaces nothing. An import that
+    both find its neighbours; the folder comes last on sys.path, so that a neighbour called json.py replaces nothing, unless what was
+    found in its place lacks what the submission imports from it. An import that
     the submission itself guards (`try: import triton`) fails as it would without us; one that it does not guard gets a stand-in.
     """
     entry = entry_of(path.resolve())
     sys.path.append(str(entry.parent))
     stood_in: list[str] = []
+    shadowing: dict[str, Path] = {}
     while True:
         try:
-            return _execute(entry), stood_in
-        except ModuleNotFoundError as error:
+            return _execute(entry, shadowing), stood_in
+        except ImportError as error:
             name = error.name or ""
-            if name in stood_in or len(stood_in) >= MAX_STAND_INS or not _is_absent(name.split(".")[0]):
+            top = name.split(".")[0]
+            neighbour = None if top in shadowing or top in NEVER_SHADOWED else _neighbour(top, entry.parent)
+            if neighbour is not None:
+                shadowing[top] = neighbour
+                continue
+            absent = isinstance(error, ModuleNotFoundError) and _is_absent(top)
+            if not absent or name in stood_in or len(stood_in) >= MAX_STAND_INS:
                 raise
             stood_in.append(name)
             _stand_in(name)
+
+
+def _neighbour(top: str, folder: Path) -> Path | None:
+    """The module of that name beside the entry, if there is one: another was found first, and lacks what the submission wants of it."""
+    places = (folder / top / "__init__.py", folder / f"{top}.py")
+    return next((place for place in places if top and place.is_file()), None)
 
 
 def _is_absent(package: str) -> bool:
@@ -61,8 +76,11 @@ def _is_absent(package: str) -> bool:
     return isinstance(known, _StandInModule) or (known is None and importlib.util.find_spec(package) is None)
 
 
-def _execute(entry: Path) -> ModuleType:
-    """Import `entry` anew as submission.<stem>, or as submission itself if it is a package's __init__.py."""
+def _execute(entry: Path, shadowing: dict[str, Path]) -> ModuleType:
+    """Import `entry` anew as submission.<stem>, or as submission itself if it is a package's __init__.py.
+
+    shadowing: neighbours to be found by their names in place of the library's modules.
+    """
     for name in [n for n in sys.modules if n == "submission" or n.startswith("submission.")]:
         del sys.modules[name]
     is_package = entry.name == "__init__.py"
@@ -70,11 +88,19 @@ def _execute(entry: Path) -> ModuleType:
         package = ModuleType("submission")
         package.__path__ = [str(entry.parent)]
         sys.modules["submission"] = package
-    name = "submission" if is_package else f"submission.{entry.stem}"
-    locations = [str(entry.parent)] if is_package else None
-    spec = importlib.util.spec_from_file_location(name, entry, submodule_search_locations=locations)
+    for top, place in shadowing.items():
+        _load(top, place)
+    return _load("submission" if is_package else f"submission.{entry.stem}", entry)
+
+
+def _load(name: str, place: Path) -> ModuleType:
+    """Import the file at `place` under `name`, in place of whatever has that name."""
+    for part in [n for n in sys.modules if n.startswith(f"{name}.")]:
+        del sys.modules[part]
+    locations = [str(place.parent)] if place.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, place, submodule_search_locations=locations)
     if spec is None or spec.loader is None:
-        raise ValueError(f"implementation {str(entry)!r} is no Python file")
+        raise ValueError(f"implementation {str(place)!r} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

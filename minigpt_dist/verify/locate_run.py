@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minigpt_dist.batches import read_batch
 from minigpt_dist.config import TrainConfig
-from minigpt_dist.corpus import make_corpus, read_batch
+from minigpt_dist.corpus import make_corpus
 from minigpt_dist.recorder import Recorder
+from minigpt_dist.runner import Pieces, Worker
 from minigpt_dist.verify.capture import Capture, Shot, copied, leaves_of, named_tensors, recompute
 from minigpt_dist.verify.contract import resolve
 from minigpt_dist.verify.optimizers import abilities
 from minigpt_dist.verify.plug import build_model, pieces_of
 from minigpt_dist.verify.subject import Subject
-from minigpt_dist.worker import Pieces, Worker
 
 Parts = dict[str, dict[str, Tensor]]
 

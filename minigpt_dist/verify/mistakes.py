@@ -83,5 +83,7 @@ def _in_part(at: Layout, flat: Flat, step: int) -> tuple[str, str] | None:
             shown = simulation.advance()
         if fits(shown[wrong], now[wrong]):
             tensors = ", ".join(f"p{i}" for i in at.tensor[wrong].unique().tolist())
-            return mistake.stage, f"in a part of {tensors}: {mistake.hint}"
+            # What was right up to a reload and is wrong right after it came from the load, whatever it looks like.
+            stage, when = ("load", " after loading") if step == at.scenario.reload_at + 1 > 1 else (mistake.stage, "")
+            return stage, f"in a part of {tensors}{when}: {mistake.hint}"
     return None

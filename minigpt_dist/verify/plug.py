@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minigpt_dist.config import ModelConfig, TrainConfig
-from minigpt_dist.corpus import make_corpus
 from minigpt_dist.parallel.collectives import all_reduce_sum, barrier, world
+from minigpt_dist.runner import Pieces
 from minigpt_dist.verify.contract import Implementation, accepted, accepts
-from minigpt_dist.verify.optimizers import NotSupportedError
+from minigpt_dist.verify.optimizers import NotSupportedError, own_method
+from minigpt_dist.verify.portable import pack, unpack
 from minigpt_dist.verify.shapes import finish_of
-from minigpt_dist.worker import OURS, Pieces
 
 SIZES = {
     "vocab": ("vocab", "vocab_size"),
@@ -59,6 +59,20 @@ def _build_optimizer(impl: Implementation, module: nn.Module, config: TrainConfi
     else:
         options["beta1"], options["beta2"] = config.betas
     return build(module, world_size=world_size, rank=rank, **accepted(build, options))
+
+
+def _with_state(optimizer: Any) -> Any:
+    """An optimizer without any state_dict, or with torch's under a constructor that was never called, is taken to give none.
+
+    A run takes the state at every step; what such an optimizer really holds is measured all the same, and resuming is not asked of it.
+    """
+    if own_method(type(optimizer), "state_dict"):
+        return optimizer
+    try:
+        optimizer.state_dict()
+    except AttributeError:
+        optimizer.state_dict = dict
+    return optimizer
 
 
 class Wrapped:
@@ -122,6 +136,8 @@ def average_gradients(params: Iterable[nn.Parameter]) -> None:
 def _save(impl: Implementation, state: dict[str, Any], folder: Path, step: int, config: TrainConfig) -> None:
     """Collect all states on rank 0 and let the implementation write them, as in the lesson."""
     N, rank = world()
+    if not theirs(impl, "checkpoint"):
+        state = pack(state)
     states: list[Any] | None = [None] * N if rank == 0 else None
     if N == 1:
         states = [copy.deepcopy(state)]
@@ -134,7 +150,12 @@ def _save(impl: Implementation, state: dict[str, Any], folder: Path, step: int, 
 
 def _load(impl: Implementation, folder: Path, world_size: int, rank: int) -> dict[str, Any]:
     state: dict[str, Any] = states_of(impl.require("load_sharded")(str(folder / "checkpoint"), world_size))[rank]
-    return state
+    return state if theirs(impl, "checkpoint") else unpack(state)
+
+
+def theirs(impl: Implementation, slot: str) -> bool:
+    """Is this piece the implementation's own, rather than ours in its company?"""
+    return not impl.slots or slot in impl.slots
 
 
 def states_of(loaded: Any) -> list[Any]:
@@ -154,6 +175,8 @@ def states_of(loaded: Any) -> list[Any]:
 
 
 def _corpus(config: TrainConfig) -> Tensor:
+    from minigpt_dist.corpus import make_corpus  # ours, like the pieces below, is nothing that a sandbox holds
+
     return make_corpus(config.seed, config.total_tokens, config.model.vocab)
 
 
@@ -164,6 +187,8 @@ def pieces_of(impl: Implementation) -> Pieces:
     must not decide whether the composition's loss falls.
     """
     if impl.ours:
+        from minigpt_dist.worker import OURS
+
         return OURS
     if "pieces" in impl.extras:
         return impl.extras["pieces"]()  # type: ignore[no-any-return]  # extras are Any
@@ -172,7 +197,7 @@ def pieces_of(impl: Implementation) -> Pieces:
         model=lambda sizes: build_model(impl, sizes),
         corpus=_corpus,
         broadcast=wrapped.start,
-        optimizer=lambda module, config, N, rank: _build_optimizer(impl, module, config, N, rank),
+        optimizer=lambda module, config, N, rank: _with_state(_build_optimizer(impl, module, config, N, rank)),
         save=lambda state, folder, step, config: _save(impl, state, folder, step, config),
         load=lambda folder, N, rank: _load(impl, folder, N, rank),
         forward=wrapped.forward,

@@ -6,7 +6,7 @@ reported fault shows only under its condition. Leaves running them to `linear_pr
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Scenario:
     optimizer over a second module runs in the same process. keep_grads_before: steps before which zero_grad is not called.
     model_zero_grad: the module's own is called. transposed: matrices are not contiguous.
     mixed: every second tensor is float64. defaults: betas are left to the constructor. census: bytes alive are counted at
-    the end.
+    the end. nan_at: step at which the first element of the last rank's gradient is not a number; 0 for never.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Scenario:
     max_norm: float = 0.0
     defaults: bool = False
     census: bool = False
+    nan_at: int = 0
     seed: int = 0
 
     def dtype_of(self, tensor: int) -> torch.dtype:
@@ -101,6 +102,12 @@ class Scenario:
         if not self.absent_from <= step < self.present_from:
             return frozenset()
         return frozenset(i for i, r in self.absent if r == -1 or r % world_size == rank)
+
+    def drawn(self, number: int) -> Scenario:
+        """The same condition on other values, gradients and learning rate (0.8 to 1.2 of it), chosen by a secret number; itself for 0."""
+        if not number:
+            return self
+        return replace(self, seed=self.seed + number, lr=self.lr * (0.8 + 0.4 * (number % 1009) / 1008))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -142,7 +149,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         census=True,
     ),
     _s("empty_tensor", "a tensor without elements between others", shapes=((3,), (0,), (4,))),
-    _s("mixed", "parameters of two dtypes in one model", mixed=True),
+    _s("mixed", "parameters of two dtypes in one model, float32 at both ends", shapes=(*SHAPES, (4,)), mixed=True),
     _s("buckets", "eight tensors of which two or three fill a small bucket", shapes=((1000,),) * 7 + ((5,),), steps=2),
     _s("transposed", "parameters that are not contiguous", transposed=True),
     _s("frozen", "requires_grad False stays as it is, and costs no state", frozen=(1, 4)),

@@ -29,6 +29,8 @@ FINISH_VERBS = (
     "after_backward",
 )
 NO_FINISH = ("no_sync", "start", "zero", "reset", "require", "async", "init", "broadcast", "param", "buffer", "set_")
+# A wrapper that shards gradients or parameters leaves no mean gradient in every p.grad, and is no data-parallel wrapper in that sense.
+SHARDED_WORDS = ("fsdp", "shard", "zero")
 OPTIMIZER_CLASS_WORDS = (
     "optimizer_cls",
     "optimizer_class",
@@ -86,8 +88,10 @@ def find_data_parallel(module: ModuleType) -> Callable[..., Any] | None:
         names = _parameters(c)
         callable_module = issubclass(c, nn.Module) or "forward" in vars(c) or "__call__" in vars(c)
         wraps = bool(names) and names[0] in ("module", "model") and not takes_optimizer_class(names)
-        named = any(word in c.__name__.lower() for word in ("ddp", "dataparallel", "data_parallel"))
-        if wraps and callable_module and (named or finish_of(c) is not None):
+        name = c.__name__.lower().replace("_", "")
+        named = any(word in name for word in ("ddp", "dataparallel"))
+        sharded = any(word in name for word in SHARDED_WORDS)
+        if wraps and callable_module and not sharded and (named or finish_of(c) is not None):
             return c
     return None
 

@@ -103,6 +103,9 @@ def left_over(at: Layout, flat: Flat, step: int) -> Finding:
         owners = at.owner[wrong].unique()
         if len(owners) == 1 and at.world_size > 1 and bool(wrong[at.owner == owners].all()):
             return "gather", f"the slice of rank {owners.item()} did not move: it was not updated, or did not arrive"
+        rest = at.numel % at.world_size
+        if rest and torch.equal(wrong.nonzero().flatten(), torch.arange(at.numel - rest, at.numel)):
+            return "gather", f"the last {rest} elements, which {at.numel} / {at.world_size} leaves over, did not move"
         return stage or "optimizer", f"{int(wrong.sum())} elements did not move: left out of the update"
     if stage:
         return stage, hint

@@ -36,7 +36,8 @@ class Mistake:
     """A wrong optimizer: `stage` to blame, `hint` for the reader, and what it does instead.
 
     grad: what is used in place of the mean gradient. clip: the factor, (P,) or scalar, in place of the global one. alone: each rank
-    updates all parameters itself, so that ranks differ. stale: parameters shown are those of the step before. every: only each so manyth
+    updates all parameters itself, so that ranks differ. root: the denominator, of second moment, its bias correction and eps.
+    rounded: which moments `round_moments` is about. stale: parameters shown are those of the step before. every: only each so manyth
     step does anything. Other fields change one part of the update each.
     """
 
@@ -48,11 +49,12 @@ class Mistake:
     count: Callable[[Tensor], Tensor] = lambda t: t
     correct_first: bool = True
     correct_second: bool = True
-    eps_inside: bool = False
+    root: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda v, c2, eps: (v / c2).sqrt() + eps
     eps: float | None = None
     betas: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda beta1, beta2: (beta1, beta2)
     lr: Callable[[float, int], float] = lambda lr, N: lr
     edits: str = "now"
+    decay_edits: bool = True
     groups: bool = True
     decay: Callable[[Tensor, Layout], Tensor] = lambda d, x: d
     decay_times_lr: bool = True
@@ -62,6 +64,7 @@ class Mistake:
     reload: Callable[[State], None] | None = None
     round_master: torch.dtype | None = None
     round_moments: torch.dtype | None = None
+    rounded: tuple[bool, bool] = (True, True)
     forget_moments: bool = False
     stale: bool = False
     every: int = 1
@@ -152,22 +155,21 @@ class Simulation:
         decay = m.decay(
             self.at.option("weight_decay", s.weight_decay) if m.groups else torch.full_like(g, s.weight_decay), self.at
         )
-        if m.edits != "ignored":
+        if m.decay_edits:
             decay = decay * math.prod(f for step, f in s.decay_at if step <= self.step)
         count = x.count + active
         t = m.count(count).clamp(min=0)
         old = (torch.zeros_like(g),) * 2 if m.forget_moments else (x.first, x.second)
         first, second = beta1 * old[0] + (1 - beta1) * g, beta2 * old[1] + (1 - beta2) * m.square(g)
         if m.round_moments:
-            first, second = first.to(m.round_moments).double(), second.to(m.round_moments).double()
+            both = zip((first, second), m.rounded, strict=True)
+            first, second = (a.to(m.round_moments).double() if rounded else a for a, rounded in both)
         v = second
         if m.amsgrad:
             v = x.notes["top"] = torch.maximum(second, x.notes.get("top", second))
         c1 = 1 - beta1**t if m.correct_first else torch.ones_like(t)
         c2 = 1 - beta2**t if m.correct_second else torch.ones_like(t)
-        v = v / c2
-        root = (v + eps).sqrt() if m.eps_inside else v.sqrt() + eps
-        p = x.p * (1 - (lr if m.decay_times_lr else 1) * decay) - lr * (first / c1) / root
+        p = x.p * (1 - (lr if m.decay_times_lr else 1) * decay) - lr * (first / c1) / m.root(v, c2, eps)
         if m.round_master:
             p = p.to(m.round_master).double()
         for name, new in (("p", p), ("first", first), ("second", second), ("count", count)):

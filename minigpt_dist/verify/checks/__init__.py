@@ -10,6 +10,7 @@ from minigpt_dist.verify.checks import (
     corpus,
     ddp,
     model,
+    not_a_number,
     optimizer,
     resume,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "ddp",
     "judge",
     "model",
+    "not_a_number",
     "optimizer",
     "put",
     "resume",

@@ -6,7 +6,6 @@ number of states; all of it runs on one rank.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ class CannotAsk(Exception):  # noqa: N818 - what happened reads better than what
 
 def asked(subject: Subject, probe: str, *args: Any) -> Rows:
     """The rows of one probe, in a folder that is gone afterwards. CannotAsk if a plain save already fails."""
-    with tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True) as area:
+    with subject.area() as area:
         answer = subject.ask(probe_body, 1, probe, area, *args)[0]
     if "broken" in answer:
         raise CannotAsk(Violation("save_sharded, undisturbed,", str(answer["broken"]), "returned", "save"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from minigpt_dist.trace import Record, Trace
 from minigpt_dist.verify.checks.optimizer import allowed
 from minigpt_dist.verify.checks.registry import Check, register
 from minigpt_dist.verify.composition import Composed, composed, oracle
+from minigpt_dist.verify.extra_bytes import hint_of
 from minigpt_dist.verify.peers.traits import Traits
 from minigpt_dist.verify.peers.traits import optimizer_bytes as state_bytes
 from minigpt_dist.verify.subject import Subject
@@ -33,8 +35,16 @@ def default_config(world_size: int) -> TrainConfig:
     return TrainConfig(world_size=world_size)
 
 
+def asked_config(subject: Subject, world_size: int) -> TrainConfig:
+    """The same, with data, weights and a learning rate (0.9 to 1.1 of it) that come from the subject's seed, if it has one."""
+    number, plain = subject.draw(f"composed at {world_size}"), default_config(world_size)
+    if not number:
+        return plain
+    return replace(plain, seed=number % 100_000, lr=plain.lr * (0.9 + 0.2 * (number % 1009) / 1008))
+
+
 def _evidence(subject: Subject, world_size: int) -> Composed:
-    return composed(subject, default_config(world_size))
+    return composed(subject, asked_config(subject, world_size))
 
 
 def loss_falls(subject: Subject, world_size: int) -> list[Violation]:
@@ -122,7 +132,9 @@ def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
     for record in evidence.whole.counted():
         held = record.bytes["optimizer"]
         if held > most or (subject.ours and record.step and held != share):
-            hint = "this is the whole state: it is not sharded" if world_size > 1 and held >= 8 * P else ""
+            together = [r.bytes["optimizer"] for r in evidence.whole.at(record.step)]
+            later = max(r.bytes["optimizer"] for r in evidence.whole.counted()) if record.step else 0
+            hint = hint_of(together, P, share, later)
             return [
                 Violation(
                     "optimizer memory",
@@ -174,7 +186,7 @@ def peer_bytes(traits: Traits, evidence: Composed) -> list[Violation]:
 def matches_oracle(subject: Subject, world_size: int) -> list[Violation]:
     """Losses at every step, and parameters, equal the one-process run's: ours bit for bit."""
     evidence = _evidence(subject, world_size)
-    right = oracle(subject, default_config(world_size))
+    right = oracle(subject, asked_config(subject, world_size))
     for record in evidence.whole.records:
         if not record.step:
             continue

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from minigpt_dist.verify.checks.registry import Check, register
-from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.corpus_probe import OFFSETS, TOTAL, corpus_body
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
-
-TOTAL = 5 * 65 * 4
-SEEDS = (7, 9, 7 + 16, 7 + 64, 7 + 100, 7 + 256, 1007, 7 + 2**16)  # a seed cut short makes two of them alike
-
-
-def corpus_body(spec: str, slots: list[str]) -> dict[str, Any]:
-    """Three corpora and their facts; the global random stream is disturbed in between, which must not matter."""
-    make = resolve(spec, tuple(slots)).require("make_corpus")
-    torch.manual_seed(1)
-    first = torch.as_tensor(make(7, TOTAL))
-    torch.manual_seed(2)
-    again = torch.as_tensor(make(7, TOTAL))
-    other = torch.as_tensor(make(8, TOTAL))
-    shorter = torch.as_tensor(make(7, TOTAL // 2))
-    seeds = [torch.as_tensor(make(seed, TOTAL)).clone() for seed in SEEDS]
-    return {
-        "seeds": seeds,
-        "first": first.clone(),
-        "again": again.clone(),
-        "other": other.clone(),
-        "shorter": shorter.clone(),
-    }
 
 
 def corpus_is_deterministic(subject: Subject, world_size: int) -> list[Violation]:
     """Same seed, same tokens, on every rank; another seed, other tokens; as many as asked for, int64, within the vocabulary."""
-    results = subject.ask(corpus_body, world_size)
+    seed = 7 + subject.draw("corpus") % 10_000
+    results = subject.ask(corpus_body, world_size, seed)
     first = results[0]["first"]
     facts = [
         ("dtype of the corpus", str(first.dtype), "torch.int64"),
@@ -54,15 +31,15 @@ def corpus_is_deterministic(subject: Subject, world_size: int) -> list[Violation
         return [Violation("different tokens in the corpus", str(len(first.unique())), "at least 32 of the 64", "data")]
     alike = [
         (a, b)
-        for i, a in enumerate(SEEDS)
-        for j, b in enumerate(SEEDS)
+        for i, a in enumerate(OFFSETS)
+        for j, b in enumerate(OFFSETS)
         if i < j and torch.equal(results[0]["seeds"][i], results[0]["seeds"][j])
     ]
     if alike:
         return [
             Violation(
-                f"the corpus of seed {alike[0][1]}",
-                f"that of seed {alike[0][0]}",
+                f"the corpus of seed {seed + alike[0][1]}",
+                f"that of seed {seed + alike[0][0]}",
                 "another",
                 "data",
                 hint="the seed is not used whole",

@@ -10,6 +10,7 @@ from torch import Tensor
 from minigpt_dist.verify.adam_oracle import mean_gradient
 from minigpt_dist.verify.checks.registry import Check, register
 from minigpt_dist.verify.ddp_probe import construction_body, ddp_body
+from minigpt_dist.verify.gradient_hint import explain_gradient
 from minigpt_dist.verify.gradients import initial_value
 from minigpt_dist.verify.scenario import BY_NAME, Scenario
 from minigpt_dist.verify.subject import NotJudged, Subject
@@ -36,6 +37,7 @@ ASKED = (
     "tied",
     "mixed",
     "float64",
+    "two_optimizers",
 )
 
 
@@ -50,7 +52,7 @@ def _tensor(raw: bytes, s: Scenario, i: int) -> Tensor:
 
 def wrapper_averages(subject: Subject, world_size: int, name: str) -> list[Violation]:
     """Rank 0's parameters everywhere at the start; at each step the mean gradient, on every rank, for every trainable tensor."""
-    s = BY_NAME[name]
+    s = BY_NAME[name].drawn(subject.draw(name))
     results = subject.evidence(("ddp", name, world_size), lambda: subject.ask(ddp_body, world_size, s.to_dict()))
     if "not_judged" in results[0]:
         raise NotJudged(results[0]["not_judged"])
@@ -106,8 +108,7 @@ def _wrong_gradient(s: Scenario, world_size: int, step: int, rank: int, i: int, 
     if not bool(off.any()):
         return None
     at = int(off.nonzero()[0])
-    ratio = float(seen[at] / wanted.flatten()[at]) if float(wanted.flatten()[at]) else float("nan")
-    hint = f"{ratio:.4g} times the mean" + (": summed, not averaged" if round(ratio, 4) == world_size else "")
+    hint = explain_gradient(s, world_size, step, rank, i, seen)
     return Violation(
         "the gradient",
         f"{float(seen[at]):.9g}",
@@ -139,9 +140,11 @@ def _ends(results: list[dict[str, Any]]) -> list[Violation]:
 
 
 def _check(name: str) -> Check:
+    named = {"two_optimizers": ("two_wrappers", "two wrappers in one process share nothing")}
+    own_name, claim = named.get(name, (name, BY_NAME[name].why))
     return Check(
-        f"ddp.{name}",
-        BY_NAME[name].why,
+        f"ddp.{own_name}",
+        claim,
         lambda subject, N: wrapper_averages(subject, N, name),
         ("ddp",),
         "reduce",
@@ -151,11 +154,30 @@ def _check(name: str) -> Check:
     )
 
 
-def wrapper_copies_buffers(subject: Subject, world_size: int) -> list[Violation]:
-    """Construction gives every rank rank 0's buffers, as it does its parameters."""
-    results = subject.ask(construction_body, world_size)
+def _built(subject: Subject, world_size: int) -> list[dict[str, Any]]:
+    """What every rank showed of a wrapper that was just built."""
+    results: list[dict[str, Any]] = subject.evidence(
+        ("ddp built", world_size), lambda: subject.ask(construction_body, world_size)
+    )
     if "not_judged" in results[0]:
         raise NotJudged(results[0]["not_judged"])
+    return results
+
+
+def wrapper_passes_through(subject: Subject, world_size: int) -> list[Violation]:
+    """The wrapper's forward takes what the module's takes, by position and by name, and returns what it returns."""
+    for rank, r in enumerate(_built(subject, world_size)):
+        if r["forward"] != r["right"]:
+            seen = r["forward"] if isinstance(r["forward"], str) else "another value"
+            hint = "forward(*args, **kwargs) must hand all of them on, and return the module's result"
+            wanted = "the module's own result"
+            return [Violation("wrapper(x, scale=2.0)", seen, wanted, "forward", step=0, rank=rank, hint=hint)]
+    return []
+
+
+def wrapper_copies_buffers(subject: Subject, world_size: int) -> list[Violation]:
+    """Construction gives every rank rank 0's buffers, as it does its parameters."""
+    results = _built(subject, world_size)
     for rank, r in enumerate(results):
         for name, value in r["buffers"].items():
             if value != results[0]["buffers"][name]:
@@ -176,4 +198,5 @@ def wrapper_copies_buffers(subject: Subject, world_size: int) -> list[Violation]
 
 for _name in ASKED:
     register(_check(_name))
+register(Check("ddp.forward", "forward hands on all arguments", wrapper_passes_through, ("ddp",), "forward", (2,)))
 register(Check("ddp.buffers", "construction copies buffers too", wrapper_copies_buffers, ("ddp",), "broadcast", (2, 3)))

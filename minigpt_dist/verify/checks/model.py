@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from minigpt_dist.config import ModelConfig
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.verify.checks.registry import Check, register
-from minigpt_dist.verify.contract import resolve
 from minigpt_dist.verify.gpt_oracle import reference_logits
-from minigpt_dist.verify.plug import build_model
+from minigpt_dist.verify.model_probe import SIZES, model_body
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
-SIZES = ModelConfig()
 # Sizes that differ only in which layers have a bias: qkv, proj, head may have one; the MLP and the LayerNorms may lack theirs.
 BIASES = (2 * 96, 2 * 32, 64, -2 * (128 + 32), -5 * 32)
 NUMELS = {SIZES.numel() + sum(chosen) for k in range(len(BIASES) + 1) for chosen in combinations(BIASES, k)}
@@ -26,42 +23,20 @@ LOGIT_ABS = 1e-4
 REFERENCE_ABS = 1e-12
 
 
-def model_body(spec: str, slots: list[str]) -> dict[str, Any]:
-    """Logits for a sequence and for what is made of it: changed last, changed first, constant, one row alone, a prefix; and facts."""
-    torch.manual_seed(3)
-    impl = resolve(spec, tuple(slots))
-    model = build_model(impl, SIZES)
-    ids = torch.randint(0, SIZES.vocab, (2, SIZES.seq_len), generator=torch.Generator().manual_seed(0))
-    changed, early = ids.clone(), ids.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % SIZES.vocab
-    early[:, 0] = (early[:, 0] + 1) % SIZES.vocab
-    inputs = {"plain": ids, "again": ids, "changed": changed, "early": early, "same": torch.full_like(ids, 5)}
-    inputs |= {"row": ids[1:], "prefix": ids[:, :5]}
-    model.eval()
-    with torch.no_grad():
-        logits = {name: model(x).clone() for name, x in inputs.items()}
-    result: dict[str, Any] = {"numel": sum(p.numel() for p in model.parameters()), "logits": logits}
-    model.train()
-    torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
-    result["idle"] = [n for n, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())]
-    if {n for n, _ in model.named_parameters()} == _our_names():
-        model.eval().double()
-        with torch.no_grad():
-            result["double"] = model(ids).clone()
-            result["reference"] = reference_logits(
-                dict(model.named_parameters()), ids, SIZES.num_heads, SIZES.num_layers
-            )
-    return result
-
-
-def _our_names() -> set[str]:
+def _our_names() -> list[str]:
     """The parameters' names that the functional reference knows."""
-    return {name for name, _ in MiniGPT().named_parameters()}
+    return [name for name, _ in MiniGPT().named_parameters()]
+
+
+def _off_reference(double: dict[str, Any]) -> float:
+    """The largest difference of float64 logits from those of the functional reference with the same parameters."""
+    right = reference_logits(double["parameters"], double["ids"], SIZES.num_heads, SIZES.num_layers)
+    return float((double["logits"] - right).abs().max())
 
 
 def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violation]:
     """Logits (B, S, vocab) that see the past, not the future, and tell positions apart; P = 29,824."""
-    r = subject.ask(model_body, world_size)[0]
+    r = subject.ask(model_body, world_size, subject.draw("model"), _our_names())[0]
     plain, changed, early, same = (r["logits"][k] for k in ("plain", "changed", "early", "same"))
     shape = (2, SIZES.seq_len, SIZES.vocab)
     if tuple(plain.shape) != shape:
@@ -142,8 +117,8 @@ def model_is_a_causal_decoder(subject: Subject, world_size: int) -> list[Violati
             )
         ]
     if "double" in r:
-        off = float((r["double"] - r["reference"]).abs().max())
-        if off > REFERENCE_ABS:
+        off = _off_reference(r["double"])
+        if not off <= REFERENCE_ABS:
             return [
                 Violation(
                     "difference from the functional reference, float64",

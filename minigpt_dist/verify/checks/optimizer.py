@@ -13,6 +13,7 @@ from torch import Tensor
 from minigpt_dist.memory import zero1_bytes
 from minigpt_dist.verify.adam_oracle import TORCH, readings, returned_loss, trajectory
 from minigpt_dist.verify.checks.registry import Check, register
+from minigpt_dist.verify.extra_bytes import hint_of
 from minigpt_dist.verify.linear_probe import probe_body
 from minigpt_dist.verify.mistakes import explain
 from minigpt_dist.verify.scenario import BY_NAME, SCENARIOS, Scenario
@@ -64,6 +65,7 @@ def first_difference(seen: list[Values], right: Values, bound: float) -> tuple[i
 
 def optimizer_matches(subject: Subject, world_size: int, s: Scenario) -> list[Violation]:
     """Every rank's parameters equal AdamW's on the mean gradient, at every step; ours bit for bit."""
+    s = s.drawn(subject.draw(s.name))
     raw, seen = trajectories(subject, world_size, s)
     keeps_dtype = subject.ours or raw[0]["averages_outside"]  # an optimizer of torch's shape has no float32 master copy
     bound = PARAM_ABS_FLOAT64 if keeps_dtype and s.dtype == "float64" else PARAM_ABS
@@ -73,7 +75,7 @@ def optimizer_matches(subject: Subject, world_size: int, s: Scenario) -> list[Vi
         candidate = trajectory(s, world_size, reading)
         difference = first_difference(seen, candidate, bound)
         if difference is None:
-            return _bits(subject, s, world_size, seen) + _returned(s, world_size, raw, candidate)
+            return _dtypes(s, raw) + _bits(subject, s, world_size, seen) + _returned(s, world_size, raw, candidate)
         if found is None or difference[0] > found[0]:
             found, right = difference, candidate
     assert found is not None
@@ -92,6 +94,29 @@ def optimizer_matches(subject: Subject, world_size: int, s: Scenario) -> list[Vi
             hint=hint,
         )
     ]
+
+
+def _dtypes(s: Scenario, raw: list[dict[str, Any]]) -> list[Violation]:
+    """Parameters keep their type: one that was swapped for a float32 copy would fit within the bounds."""
+    if s.mixed:  # one flat buffer, of one dtype, is a layout that many take
+        return []
+    for rank, r in enumerate(raw):
+        for i, seen in enumerate(r["dtypes"]):
+            wanted = str(s.dtype_of(i)).removeprefix("torch.")
+            if seen != wanted:
+                hint = "write new values into the parameter: p.copy_(...)"
+                return [
+                    Violation(
+                        "the dtype of a parameter after the steps",
+                        seen,
+                        wanted,
+                        "gather",
+                        rank=rank,
+                        tensor=f"p{i}",
+                        hint=hint,
+                    )
+                ]
+    return []
 
 
 def _bits(subject: Subject, s: Scenario, world_size: int, seen: list[Values]) -> list[Violation]:
@@ -145,7 +170,7 @@ def _returned(s: Scenario, world_size: int, raw: list[dict[str, Any]], right: Va
 
 def optimizer_state_is_sharded(subject: Subject, world_size: int) -> list[Violation]:
     """Bytes alive besides parameters and gradients after the steps: 12*ceil(P/N) on every rank of ours; no more in all for others."""
-    s = BY_NAME["memory"]
+    s = BY_NAME["memory"].drawn(subject.draw("memory"))
     raw, _ = trajectories(subject, world_size, s)
     P, _largest = _sizes(s)
     share = zero1_bytes(P, world_size)
@@ -156,12 +181,7 @@ def optimizer_state_is_sharded(subject: Subject, world_size: int) -> list[Violat
     most = sum(allowed(share) for _ in held)
     if sum(held) > most:
         worst = max(range(world_size), key=lambda r: held[r])
-        hint = (
-            "every rank holds the whole state: it is not sharded"
-            if min(held) * world_size > 0.6 * sum(held) and world_size > 1
-            else ""
-        )
-        return [_memory(s, worst, held[worst], share, hint)]
+        return [_memory(s, worst, held[worst], share, hint_of(held, P, share))]
     if sum(held) < 8 * P:
         return [
             Violation(
@@ -177,23 +197,41 @@ def optimizer_state_is_sharded(subject: Subject, world_size: int) -> list[Violat
 
 def optimizer_state_is_balanced(subject: Subject, world_size: int) -> list[Violation]:
     """No rank holds more than its share, or than its share and one whole parameter where parameters are not cut."""
-    s = BY_NAME["memory"]
+    s = BY_NAME["memory"].drawn(subject.draw("memory"))
     raw, _ = trajectories(subject, world_size, s)
     P, largest = _sizes(s)
     whole = largest * (8 if raw[0]["averages_outside"] else 12)  # parameters may have owners instead of being cut
     share = (8 if raw[0]["averages_outside"] else 12) * -(-P // world_size)
-    for rank, r in enumerate(raw):
-        if r["bytes"]["optimizer"] > allowed(share) + whole:
-            return [
-                _memory(
-                    s,
-                    rank,
-                    r["bytes"]["optimizer"],
-                    share + whole,
-                    "state is lopsided: some ranks own more than others",
-                )
-            ]
+    held = [r["bytes"]["optimizer"] for r in raw]
+    for rank, mine in enumerate(held):
+        if mine > allowed(share) + whole:
+            hint = "state is lopsided: some ranks own more than others"
+            if sum(held) > sum(allowed(share) for _ in held):
+                hint = hint_of(held, P, share)
+            return [_memory(s, rank, mine, share + whole, hint)]
     return []
+
+
+def reduction_reaches_its_minimum(subject: Subject, world_size: int) -> list[Violation]:
+    """What crosses the network is at least what any reduction and gathering must move: 2(N-1) times 4P bytes a step."""
+    s = BY_NAME["memory"].drawn(subject.draw("traffic"))
+    subject.ask(probe_body, world_size, BY_NAME["tiny"].to_dict())  # ranks are there and have met
+    before = subject.traffic(world_size)
+    raw = subject.ask(probe_body, world_size, s.to_dict())
+    after = subject.traffic(world_size)
+    if "not_judged" in raw[0]:
+        raise NotJudged(raw[0]["not_judged"])
+    if before is None or after is None:
+        raise NotJudged("traffic is read from outside, of a sandbox with a network of its own")
+    least = 2 * (world_size - 1) * 4 * _sizes(s)[0] * s.steps
+    if after - before >= least:
+        return []
+    hint = "no rank can know the mean of gradients that it never received"
+    return [
+        Violation(
+            "bytes between the ranks", f"{after - before}", f"at least {least}", "reduce", step=s.steps, hint=hint
+        )
+    ]
 
 
 def allowed(share: int) -> int:
@@ -235,3 +273,13 @@ for _name, _claim, _find in (
     ("balanced", "no rank holds more than its share of the state", optimizer_state_is_balanced),
 ):
     register(Check(f"optimizer.{_name}", _claim, _find, ("optimizer",), "memory", world_sizes=(1, 2, 3, 4)))
+register(
+    Check(
+        "optimizer.traffic",
+        "gradients and parameters cross the network",
+        reduction_reaches_its_minimum,
+        ("optimizer",),
+        "reduce",
+        world_sizes=(2, 3),
+    )
+)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
+from minigpt_dist.verify.blame import stage_of, unwritten
 from minigpt_dist.verify.peers import unavailable
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
@@ -69,7 +70,10 @@ def put(check: Check, subject: Subject, world_size: int) -> Verdict:
     if absent:
         return Verdict(check.name, world_size, not_judged=absent)
     try:
-        return Verdict(check.name, world_size, tuple(check.find(subject, world_size)))
+        violations = tuple(check.find(subject, world_size))
+        if subject.lacks(check.slots):
+            raise NotJudged("it has no piece of its own for this: ours was asked")
+        return Verdict(check.name, world_size, violations)
     except NotJudged as reason:
         return Verdict(check.name, world_size, not_judged=str(reason))
     except LaunchError as error:
@@ -79,9 +83,16 @@ def put(check: Check, subject: Subject, world_size: int) -> Verdict:
             return Verdict(
                 check.name, world_size, not_judged=error.message
             )  # a peer is known, and owes no piece it never had
-        if check.exotic and not subject.ours and isinstance(error, RankError) and error.kind != "MissingPieceError":
-            return Verdict(check.name, world_size, not_judged=f"it refuses: {error.kind}: {error.message}")
-        return Verdict(check.name, world_size, (broken_run(error, check.stage),))
+        if check.exotic and not subject.ours and _refusal(error):
+            return Verdict(check.name, world_size, not_judged=f"it refuses: {_refusal(error)}")
+        return Verdict(check.name, world_size, (broken_run(error, stage_of(error, check.stage)),))
+
+
+def _refusal(error: LaunchError) -> str:
+    """The exception that a rank raised, in words; "" where the piece is absent or not written yet, which refuses nothing."""
+    if not isinstance(error, RankError) or error.kind == "MissingPieceError" or unwritten(error):
+        return ""
+    return f"{error.kind}: {error.message}"
 
 
 def broken_run(error: LaunchError, stage: str) -> Violation:
@@ -101,6 +112,9 @@ def broken_run(error: LaunchError, stage: str) -> Violation:
     if isinstance(error, RankError):
         if error.kind == "MissingPieceError":
             return Violation("the contract", error.message, "complete", "contract")
+        if unwritten(error):
+            hint = "nothing is wrong with it: it still raises NotImplementedError"
+            return Violation(unwritten(error), "not written yet", "written", "contract", hint=hint)
         last = [line.strip() for line in error.traceback.splitlines() if line.strip().startswith("File ")]
         hint = f"raised at {last[-1]}" if last else ""
         return Violation(

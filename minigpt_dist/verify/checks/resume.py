@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from minigpt_dist.launch import LaunchError
 from minigpt_dist.trace import Record, Trace
-from minigpt_dist.verify.checks.composition import default_config
+from minigpt_dist.verify.checks.composition import asked_config
 from minigpt_dist.verify.checks.registry import Check, broken_run, register
-from minigpt_dist.verify.composition import Composed, composed
+from minigpt_dist.verify.composition import Composed, altered, composed
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
 
 def resumes_byte_equal(subject: Subject, world_size: int) -> list[Violation]:
     """(d) What is loaded at step 10 equals the snapshot, and each step to 20 the unbroken run: every parameter, buffer and state byte."""
-    return resume_violations(composed(subject, default_config(world_size)))
+    return resume_violations(composed(subject, asked_config(subject, world_size)))
 
 
 def resume_violations(evidence: Composed) -> list[Violation]:
@@ -87,6 +87,36 @@ def _first_difference(resumed: Record, unbroken: Record, start: int) -> Violatio
     return None
 
 
+def resumes_from_what_is_there(subject: Subject, world_size: int) -> list[Violation]:
+    """A moment changed in the checkpoint changes the first update after the resume: what goes on is what was saved."""
+    evidence = composed(subject, asked_config(subject, world_size))
+    if evidence.resumed is None:
+        raise NotJudged("there is no resume to compare with")
+    path, trace = altered(subject, evidence)
+    if path is None:
+        raise NotJudged("the checkpoint holds no moment that could be changed")
+    start = evidence.config.checkpoint_step
+    if trace.steps and trace.steps[-1] > start and _params(trace, start + 1) != _params(evidence.resumed, start + 1):
+        return []
+    hint = "the resumed run does not use what is in the checkpoint"
+    what = f"the parameters after the first update from a checkpoint in which {path} was changed"
+    return [Violation(what, "the same as from the unchanged one", "others", "load", step=start + 1, rank=0, hint=hint)]
+
+
+def _params(trace: Trace, step: int) -> list[dict[str, str]]:
+    return [record.params for record in trace.at(step)]
+
+
+register(
+    Check(
+        "resume_bytes.altered",
+        "a moment changed in the checkpoint changes what follows",
+        resumes_from_what_is_there,
+        ("model", "broadcast", "optimizer", "checkpoint"),
+        "load",
+        world_sizes=(2,),
+    )
+)
 register(
     Check(
         "resume_bytes",

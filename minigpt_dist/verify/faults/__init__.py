@@ -11,6 +11,7 @@ from minigpt_dist.verify.faults import (
     committing,
     corpus,
     ddp,
+    ddp_shapes,
     decay,
     gather,
     late,
@@ -21,14 +22,16 @@ from minigpt_dist.verify.faults import (
     options,
     precision,
     reduce,
+    reloading,
     saving,
+    shapes,
     state,
     transport,
     unused,
     update,
     verifying,
 )
-from minigpt_dist.verify.faults.catalogue import FAULTS, Fault, namespace
+from minigpt_dist.verify.faults.catalogue import FAULTS, Fault, namespace, unknown
 
 FILES = (
     broadcast,
@@ -48,16 +51,21 @@ FILES = (
     calls,
     clipping,
     state,
+    reloading,
     collective,
     late,
+    shapes,
     ddp,
+    ddp_shapes,
     saving,
     committing,
     loading,
     verifying,
 )
 
-__all__ = ["FAULTS", "FILES", "Fault", "build"]
+LIST = "minigpt-dist faults --list"
+
+__all__ = ["FAULTS", "FILES", "LIST", "Fault", "build", "unknown"]
 
 
 def build(name: str) -> ModuleType:
@@ -65,5 +73,5 @@ def build(name: str) -> ModuleType:
     if name == "none":
         return namespace(name, {})
     if name not in FAULTS:
-        raise ValueError(f"fault is {name!r}, but should be one of none, {', '.join(FAULTS)}")
+        raise unknown("fault", name, ["none", *FAULTS], LIST)
     return namespace(name, FAULTS[name].names())

@@ -119,3 +119,25 @@ def tied_parameter_reduced_twice() -> Names:
             return self.cut(self.flat_grads()) / self.world_size
 
     return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="`if not self.own: return` at the top of step",
+    needs="a closure, a rank that owns nothing",
+    check="optimizer.closure_tiny",
+    stage="backward",
+    world_size=4,
+    step=2,
+    tensor="p0",
+    green=("optimizer.plain", "optimizer.closure"),
+    equivalent=((1, "one rank owns everything"),),
+)
+def closure_skipped_by_ranks_that_own_nothing() -> Names:
+    """A rank that owns nothing joins the exchange, but does not evaluate the closure."""
+
+    class Zero(GroupedZero):
+        def evaluate(self, closure: Closure) -> float | None:
+            owns = any(self.rank * -(-p.numel() // self.world_size) < p.numel() for _, p in self.members())
+            return super().evaluate(closure) if owns else None
+
+    return {"ZeroOptimizer": Zero}

@@ -5,7 +5,8 @@ Owns registration and turning a fault into the namespace that the contract is lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -61,6 +62,13 @@ def fault(**facts: Any) -> Callable[[Callable[[], Names]], Callable[[], Names]]:
         return names
 
     return register
+
+
+def unknown(kind: str, name: str, known: Iterable[str], command: str) -> ValueError:
+    """The error for a name that is none of `known`: one line, with the nearest of them and the command that lists all."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    nearest = f" (nearest: {', '.join(near)})" if near else ""
+    return ValueError(f"{kind} is {name!r}, but should be one that `{command}` lists{nearest}")
 
 
 def correct_names() -> Names:

@@ -70,3 +70,13 @@ def token_beyond_the_vocabulary() -> Names:
 def tokens_of_the_wrong_type() -> Names:
     """Ids are floating-point numbers."""
     return {"make_corpus": lambda seed, total_tokens, vocab=64: corpus.make_corpus(seed, total_tokens, vocab).float()}
+
+
+@fault(source="a list repeated to length", needs="a look at the tokens", **_DATA)
+def corpus_of_one_word() -> Names:
+    """One token is repeated until there are enough tokens: there is nothing to learn."""
+
+    def make_corpus(seed: int, total_tokens: int, vocab: int = 64) -> Tensor:
+        return corpus.make_corpus(seed, 1, vocab).repeat(total_tokens)
+
+    return {"make_corpus": make_corpus}

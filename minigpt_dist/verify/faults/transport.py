@@ -138,3 +138,23 @@ def double_buffer_index_reset() -> Names:
             return self.cut(flat) / self.world_size
 
     return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="torch.nan_to_num on gradients, to keep a run alive",
+    needs="a NaN on one rank",
+    check="optimizer.not_a_number",
+    stage="reduce",
+    step=2,
+    rank=0,
+    tensor="p0",
+    green=("optimizer.plain",),
+)
+def nan_is_replaced_by_zero() -> Names:
+    """What is not a number counts as zero on the rank that has it, and nobody hears of it."""
+
+    class Zero(LessonZero):
+        def flat_grads(self) -> Tensor:
+            return super().flat_grads().nan_to_num()
+
+    return {"ZeroOptimizer": Zero}

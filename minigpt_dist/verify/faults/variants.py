@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minigpt_dist.verify.faults import base
-from minigpt_dist.verify.faults.catalogue import Names, namespace
+from minigpt_dist.verify.faults.catalogue import Names, namespace, unknown
 from minigpt_dist.verify.faults.grouped import GroupedZero
 from minigpt_dist.verify.faults.owning import FlatViewsZero, InnerAdamZero, WholeParameterZero
 from minigpt_dist.verify.faults.wrapper import LessonDDP
 
+LIST = "minigpt-dist faults --variants --list"
 VARIANTS: dict[str, Callable[[], Names]] = {}
 
 
@@ -35,7 +36,7 @@ def variant(names: Callable[[], Names]) -> Callable[[], Names]:
 def build(name: str) -> ModuleType:
     """The implementation `variant:NAME`. ValueError for an unknown name."""
     if name not in VARIANTS:
-        raise ValueError(f"variant is {name!r}, but should be one of {', '.join(VARIANTS)}")
+        raise unknown("variant", name, VARIANTS, LIST)
     return namespace(name, VARIANTS[name]())
 
 

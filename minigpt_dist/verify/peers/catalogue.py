@@ -22,7 +22,8 @@ INSTALL = "pip install -e '.[peers]'"
 class Peer:
     """One package under the composed run. `builder` names a class in `module` whose `pieces()` makes the worker's Pieces.
 
-    needs: importable packages beyond torch. offers: contract names that the builder also has as attributes.
+    needs: importable packages beyond torch. uses: what it needs of torch that older releases lack, as a dotted name.
+    offers: contract names that the builder also has as attributes.
     """
 
     module: str
@@ -30,6 +31,7 @@ class Peer:
     traits: Traits
     options: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    uses: str = ""
     offers: tuple[str, ...] = ()
 
 
@@ -50,7 +52,12 @@ PEERS: dict[str, Peer] = {
         Traits(8, "whole", settles_on_resume=True, order="buckets"),
         offers=("ZeroOptimizer",),
     ),
-    "fsdp2": Peer("fully_sharded", "FullyShard", Traits(8, "rows", sharded_parameters=True, order="units")),
+    "fsdp2": Peer(
+        "fully_sharded",
+        "FullyShard",
+        Traits(8, "rows", sharded_parameters=True, order="units"),
+        uses="torch.cpu.Stream.record_event",
+    ),
     "deepspeed-1": _deepspeed(1, Traits(12, "flat", alignment=2, buffers=True, order="flat")),
     "deepspeed-2": _deepspeed(2, Traits(12, "flat", alignment=2, buffers=True, order="reversed")),
     "deepspeed-3": _deepspeed(3, Traits(12, "slices", buffers=True, order="slices")),
@@ -79,15 +86,25 @@ def traits_of(spec: str) -> Traits | None:
 
 
 def unavailable(spec: str) -> str:
-    """Why a peer cannot run here: the packages that are not installed. Empty if it can, and for what is no peer."""
+    """Why a peer cannot run here: packages that are not installed, a torch that is too old. Empty if it can, and for what is no peer."""
     name = spec.removeprefix(PREFIX)
     if name in LAYERS and spec != name:
-        needs = LAYERS[name]
+        needs, uses = LAYERS[name], ""
     else:
         peer = peer_of(spec)
-        needs = peer.needs if peer else ()
+        needs, uses = (peer.needs, peer.uses) if peer else ((), "")
     absent = [package for package in needs if not _installed(package)]
+    if uses and not _has(uses):
+        return f"{spec} needs {uses}, which this torch does not have"
     return f"{spec} needs {', '.join(absent)}: {INSTALL}" if absent else ""
+
+
+def _has(dotted: str) -> bool:
+    """Is there such an attribute of torch?"""
+    value: Any = importlib.import_module("torch")
+    for name in dotted.split(".")[1:]:
+        value = getattr(value, name, None)
+    return value is not None
 
 
 def _installed(package: str) -> bool:

@@ -16,8 +16,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from minigpt_dist.config import TrainConfig
+from minigpt_dist.runner import Pieces, State
 from minigpt_dist.verify.peers.adamw import adamw_options
-from minigpt_dist.worker import OURS, Pieces, State
+from minigpt_dist.worker import OURS
 
 
 class DataParallel:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from minigpt_dist.config import TrainConfig
+from minigpt_dist.runner import Pieces, State
 from minigpt_dist.verify.peers.adamw import adamw_options
-from minigpt_dist.worker import OURS, Pieces, State
+from minigpt_dist.worker import OURS
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as the package is imported
 

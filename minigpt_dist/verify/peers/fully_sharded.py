@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.ddp import broadcast_parameters
+from minigpt_dist.runner import Pieces, State
 from minigpt_dist.verify.peers.adamw import adamw_options
-from minigpt_dist.worker import OURS, Pieces, State
+from minigpt_dist.worker import OURS
 
 
 class FullyShard:

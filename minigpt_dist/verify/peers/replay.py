@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from minigpt_dist.batches import read_batch
 from minigpt_dist.config import TrainConfig
-from minigpt_dist.corpus import make_corpus, read_batch
-from minigpt_dist.model import MiniGPT, next_token_loss
+from minigpt_dist.corpus import make_corpus
+from minigpt_dist.loss import next_token_loss
+from minigpt_dist.model import MiniGPT
 from minigpt_dist.trace import digest
 from minigpt_dist.verify.peers.adamw import adamw_options
 from minigpt_dist.verify.ring_order import ring_sum

@@ -1,0 +1,14 @@
+"""The loss that is trained on.
+
+Owns next-token cross-entropy, the same for every model that is plugged in.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats a token, of logits (B, S, vocab) against token ids (B, S)."""
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))

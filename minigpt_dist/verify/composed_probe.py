@@ -1,0 +1,181 @@
+"""What a rank does in the composed run: train with a checkpoint, go on from one, and answer for its model; plain data comes back.
+
+Owns the rank's side, and how a checkpoint's files leave one process and enter another: as bytes, through the judge. Leaves the evidence
+to `composition.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minigpt_dist.config import TrainConfig
+from minigpt_dist.memory import held
+from minigpt_dist.parallel.collectives import barrier, world
+from minigpt_dist.runner import Pieces, Worker
+from minigpt_dist.trace import leaves, tensor_bytes
+from minigpt_dist.verify.contract import Implementation, resolve
+from minigpt_dist.verify.optimizers import abilities
+from minigpt_dist.verify.plug import build_model, pieces_of
+
+MOST_BYTES = 512 << 20
+MOST_FILES = 10_000
+MOMENT_WORDS = ("exp_avg", "moment", "first", "second", "momentum")
+
+Files = list[tuple[str, str, bytes]]  # path below the folder; "file", "link" or "folder"; content, or where it leads
+
+
+def composed_body(
+    spec: str, slots: list[str], config: dict[str, Any], tokens: Tensor, folder: str, files: Files | None
+) -> dict[str, Any]:
+    """One rank of the composed run, from the beginning, or from the checkpoint in `files`.
+
+    Besides the records: the final parameters as bytes, and what lies in the folder at the end.
+    """
+    impl = resolve(spec, tuple(slots))
+    with shared_folder(Path(folder), files) as place:
+        worker = Worker(TrainConfig.from_dict(config), place, _pieces(impl, tokens), resume=files is not None)
+        result = worker.run()
+        barrier()  # every rank's files are written
+        result["files"] = files_below(place) if world()[1] == 0 and files is None else []
+    known = "pieces" in impl.extras  # a peer's, whose traits say the same
+    result["averages_outside"], result["resumable"] = (
+        not known and impl.averages_outside,
+        known or "state_dict" in abilities(impl),
+    )
+    final = worker.recorder.parameters()
+    result["final"] = {name: tensor_bytes(p) for name, p in final.items()}
+    result["shapes"] = {name: list(p.shape) for name, p in final.items()}
+    result["state"] = (
+        held(t for _, t in leaves(worker.recorder.optimizer.state_dict()) if isinstance(t, Tensor)) if known else 0
+    )
+    return result
+
+
+def _pieces(impl: Implementation, tokens: Tensor) -> Pieces:
+    """The implementation's pieces over the judge's data.
+
+    What its own corpus gives is judged apart: one with nothing to learn must not decide whether the composition's loss falls.
+    """
+    return replace(pieces_of(impl), corpus=lambda config: tokens)
+
+
+def altered_body(spec: str, slots: list[str], config: dict[str, Any], folder: str, files: Files) -> dict[str, Any]:
+    """Load the checkpoint in `files` on every rank, change one moment of the first rank that has one, save it elsewhere.
+
+    {"files": the new checkpoint, on rank 0} and "altered": the path of what this rank changed, or None.
+    """
+    c, pieces, (N, rank) = TrainConfig.from_dict(config), pieces_of(resolve(spec, tuple(slots))), world()
+    with shared_folder(Path(folder), files) as place:
+        state = pieces.load(place, N, rank)
+        changed = _change_moment(state["optimizer"]) if rank == 0 else None
+        target = place / "altered"
+        if rank == 0:
+            target.mkdir()
+        barrier()
+        pieces.save(state, target, c.checkpoint_step, c)
+        barrier()
+        return {"altered": changed, "files": files_below(target) if rank == 0 else []}
+
+
+def _change_moment(optimizer: Any) -> str | None:
+    """Double every element, and add one to it, of the first moment found in an optimizer's state; its path."""
+    tensors = [
+        (path, t) for path, t in leaves(optimizer) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
+    ]
+    named = [(path, t) for path, t in tensors if any(word in path.lower() for word in MOMENT_WORDS)]
+    for path, t in named or [(path, t) for path, t in tensors if t.numel() > 1][-1:]:
+        with torch.no_grad():
+            t.mul_(2).add_(1)
+        return path
+    return None
+
+
+def initial_body(spec: str, slots: list[str], config: dict[str, Any]) -> dict[str, Any]:
+    """The parameters and buffers that the model has from rank 0's seed."""
+    model = _model(spec, slots, config)
+    return {"parameters": _copies(model.named_parameters()), "buffers": _copies(model.named_buffers())}
+
+
+def gradients_body(
+    spec: str,
+    slots: list[str],
+    config: dict[str, Any],
+    parameters: dict[str, Tensor],
+    blocks: list[tuple[Tensor, Tensor]],
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """For each block of inputs and targets, each (B, S): the model's loss at `parameters`, and the gradient of its 1/micro_batches."""
+    model, micro_batches = _model(spec, slots, config), config["micro_batches"]
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(parameters[name])
+    answers = []
+    for x, y in blocks:
+        loss = nn.functional.cross_entropy(model(x).view(y.numel(), -1), y.flatten())
+        grads = torch.autograd.grad(
+            loss / micro_batches, list(named.values()), allow_unused=True, materialize_grads=True
+        )
+        answers.append((loss.item(), dict(zip(named, grads, strict=True))))
+    return answers
+
+
+def _model(spec: str, slots: list[str], config: dict[str, Any]) -> nn.Module:
+    c = TrainConfig.from_dict(config)
+    torch.manual_seed(c.seed * 1009)
+    return build_model(resolve(spec, tuple(slots)), c.model).to(getattr(torch, c.dtype))
+
+
+def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in named}
+
+
+@contextmanager
+def shared_folder(folder: Path, files: Files | None) -> Iterator[Path]:
+    """A folder of all ranks that holds `files`, from when rank 0 has put them there until every rank is done with it."""
+    if world()[1] == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        _put(files or [], folder)
+    barrier()
+    yield folder
+    barrier()
+    if world()[1] == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def files_below(folder: Path) -> Files:
+    """Everything below `folder`. ValueError if it is more than a checkpoint of this model can be."""
+    found: Files = []
+    total = 0
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found.append((name, "link", os.fsencode(os.readlink(path))))
+        elif path.is_dir():
+            found.append((name, "folder", b""))
+        elif path.is_file():
+            total += path.stat().st_size
+            if total > MOST_BYTES or len(found) > MOST_FILES:
+                raise ValueError(f"the checkpoint's folder holds more than {MOST_BYTES} bytes or {MOST_FILES} files")
+            found.append((name, "file", path.read_bytes()))
+    return found
+
+
+def _put(files: Files, folder: Path) -> None:
+    for name, kind, content in files:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "folder":
+            place.mkdir(exist_ok=True)
+        elif kind == "link":
+            place.symlink_to(os.fsdecode(content))
+        else:
+            place.write_bytes(content)

@@ -1,0 +1,99 @@
+"""Submissions that try to be graded for work they did not do: each fails what it attacks, and leaves nothing behind.
+
+Each file of `attacks/` names the check it attacks; "needs: walls" marks what only namespaces of its own can hold off. Mode none is for
+trusted code, and is not attacked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from minigpt_dist.launch.sandbox import Isolation, choose
+from minigpt_dist.verify.checks import CHECKS, put
+from minigpt_dist.verify.subject import Subject
+
+ATTACKS = {
+    path.stem: path
+    for path in sorted(Path(__file__).with_name("attacks").glob("*.py"))
+    if path.stem not in ("wrong", "honest")
+}
+QUICK = ("exits_in_step", "searches_the_disk", "leaves_a_daemon", "simulates_the_others")
+WALLED = ("namespaces", "bwrap")
+DEADLINE_S = 8.0
+MARKS = ("attack-left-behind",)
+
+
+def said(path: Path, what: str) -> str:
+    found = re.search(rf"^# {what}: (.+)$", path.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def modes_for(path: Path) -> tuple[str, ...]:
+    return WALLED if said(path, "needs") == "walls" else (*WALLED, "uid")
+
+
+@pytest.fixture(autouse=True)
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Whatever a sandbox has on this machine lies here, and is gone at the end."""
+    tmp_path.chmod(0o711)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def left_behind() -> list[str]:
+    """Command lines of processes that an attack started."""
+    lines = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            lines.append(Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace"))
+        except OSError:
+            continue  # it has ended
+    return [line for line in lines if any(mark in line for mark in MARKS)]
+
+
+def verdict_on(path: Path, mode: str, seed: int = 20_260_801) -> str:
+    check = CHECKS[said(path, "attacks")]
+    with Subject(str(path), deadline_s=DEADLINE_S, isolation=Isolation(mode), seed=seed, budget_s=60.0) as subject:
+        verdict = put(check, subject, 2)
+    return "passed" if verdict.passed else "not judged" if verdict.not_judged else "failed"
+
+
+def attack(name: str, mode: str, tmp: Path) -> None:
+    if choose(mode).name != mode:
+        pytest.skip(f"isolation {mode} does not work on this machine")
+    assert verdict_on(ATTACKS[name], mode) == "failed"
+    assert left_behind() == []
+    assert list(tmp.glob("minigpt-dist-jail-*")) == []
+    assert not Path("/tmp/attack-payload-ran").exists()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_attack_fails_what_it_attacks_and_leaves_nothing(name: str, own_tmp: Path) -> None:
+    attack(name, "namespaces", own_tmp)
+
+
+@pytest.mark.parametrize("mode", ["namespaces", *(pytest.param(m, marks=pytest.mark.slow) for m in ("bwrap", "uid"))])
+def test_honest_work_passes_what_the_attacks_fail(mode: str) -> None:
+    if choose(mode).name != mode:
+        pytest.skip(f"isolation {mode} does not work on this machine")
+    honest, asked = Path(__file__).parent / "attacks" / "honest.py", ["optimizer.plain", "optimizer.sharded"]
+    with Subject(str(honest), isolation=Isolation(mode), seed=20_260_801) as subject:
+        verdicts = [
+            put(CHECKS[name], subject, 2) for name in (*asked, *(["optimizer.traffic"] if mode in WALLED else []))
+        ]
+    assert [v.check for v in verdicts if not v.passed] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mode", [(name, mode) for name, path in ATTACKS.items() for mode in modes_for(path)])
+def test_attack_fails_under_every_mode(name: str, mode: str, own_tmp: Path) -> None:
+    attack(name, mode, own_tmp)
+
+
+def test_every_attack_names_a_check() -> None:
+    assert {said(path, "attacks") for path in ATTACKS.values()} <= set(CHECKS)
