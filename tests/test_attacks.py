@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,12 @@ def modes_for(path: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(autouse=True)
-def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whatever a sandbox has on this machine lies here, and is gone at the end."""
-    tmp_path.chmod(0o711)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Whatever a sandbox has on this machine lies here, where another user can pass, unlike below pytest's own folder."""
+    with tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o711)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def left_behind() -> list[str]:

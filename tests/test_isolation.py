@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,12 @@ WORKING = [
 
 
 @pytest.fixture(autouse=True)
-def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tmp_path.chmod(0o711)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Whatever a sandbox has on this machine lies here, where another user can pass, unlike below pytest's own folder."""
+    with tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o711)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def working(mode: str) -> Isolation:
