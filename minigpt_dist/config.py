@@ -11,6 +11,7 @@ from typing import Any
 
 DTYPES = ("float32", "float64", "bfloat16")
 REDUCTIONS = ("sum", "exact")
+GUARDS = ("off", "replay", "skip")
 
 
 def _require(condition: bool, what: str, observed: object, expected: str) -> None:
@@ -62,7 +63,11 @@ class TrainConfig:
     """One training run.
 
     `batch` is sequences a micro-batch; a rank reads `micro_batches` of them a step, so the global batch is
-    world_size * micro_batches * batch sequences. `checkpoint_step` counts completed updates; 0 writes none.
+    world_size * micro_batches * batch sequences. `checkpoint_step` counts completed updates; 0 writes none; more are written
+    every `checkpoint_every` updates and every `checkpoint_minutes` of wall clock, where those are not 0.
+    guard: what becomes of a step whose loss or gradients are not finite on any rank, or whose loss is above `spike` times the
+    last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
+    batches again or pass over the bad one.
     """
 
     world_size: int = 4
@@ -78,14 +83,19 @@ class TrainConfig:
     dtype: str = "float32"
     reduction: str = "sum"
     text: str | None = None
+    checkpoint_every: int = 0
+    checkpoint_minutes: float = 0.0
+    guard: str = "off"
+    max_rollbacks: int = 3
+    spike: float = 2.0
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
         for name in ("world_size", "steps", "batch", "micro_batches"):
             require_count(name, getattr(self, name))
-        for name in ("seed", "checkpoint_step"):
+        for name in ("seed", "checkpoint_step", "checkpoint_every", "max_rollbacks"):
             require_count(name, getattr(self, name), least=0)
-        for name in ("lr", "eps", "weight_decay"):
+        for name in ("lr", "eps", "weight_decay", "checkpoint_minutes"):
             value = getattr(self, name)
             _require(
                 isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
@@ -100,6 +110,8 @@ class TrainConfig:
             "two numbers in [0, 1)",
         )
         _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _require(self.guard in GUARDS, "guard", self.guard, f"one of {', '.join(GUARDS)}")
+        _require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
         _require(self.reduction in REDUCTIONS, "reduction", self.reduction, f"one of {', '.join(REDUCTIONS)}")
 
     @property
@@ -109,8 +121,9 @@ class TrainConfig:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens the whole run reads."""
-        return self.steps * self.world_size * self.micro_batches * self.block_tokens
+        """Tokens the whole run reads at most: skipped batches too."""
+        spare = self.max_rollbacks if self.guard == "skip" else 0
+        return (self.steps + spare) * self.world_size * self.micro_batches * self.block_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a manifest, a trace header or a rank in another process."""

@@ -60,7 +60,9 @@ class Guard:
     group: Group = None
     last: float = math.nan
     incidents: list[Incident] = field(default_factory=list)
-    _question: Tensor | None = None
+    # Made once: what a step allocates and holds would count as memory of that step.
+    _numbers: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), repr=False)
+    _asked: bool = False
     _work: Work | None = None
 
     def __post_init__(self) -> None:
@@ -74,17 +76,17 @@ class Guard:
     def ask(self, loss: float, gradients: Iterable[Tensor]) -> None:
         """After backward, on every rank: send off this rank's mean loss and whether all its numbers are finite."""
         finite = math.isfinite(loss) and all(bool(torch.isfinite(g.sum(dtype=torch.float64))) for g in gradients)
-        self._question = torch.tensor([loss if math.isfinite(loss) else 0.0, float(not finite)], dtype=torch.float64)
-        self._work = all_reduce_start(self._question, self.group)
+        self._numbers[0], self._numbers[1] = loss if math.isfinite(loss) else 0.0, float(not finite)
+        self._work, self._asked = all_reduce_start(self._numbers, self.group), True
 
     def answer(self, step: int) -> Incident | None:
         """After the update, on every rank: None for a good step, else what was wrong. TrainingStopped beyond the limit."""
-        if self._question is None:
+        if not self._asked:
             raise ValueError("answer was called, but should be called after ask")
         if self._work is not None:
             self._work.wait()
-        total, bad = self._question.tolist()
-        self._question = self._work = None
+        total, bad = self._numbers.tolist()
+        self._work, self._asked = None, False
         mean = total / world(self.group)[0] if not bad else math.nan
         incident = self._judged(step, mean, int(bad))
         if incident is None:

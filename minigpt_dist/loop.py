@@ -7,7 +7,7 @@ it knows of no rank, no collective and no folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -33,6 +33,23 @@ class Observer(Protocol):
     def updated(self, step: int, losses: list[float]) -> None: ...
 
 
+class Guard(Protocol):
+    """May look at a step before the update, and after it say from which step to go on."""
+
+    def ask(self, model: nn.Module, losses: list[float]) -> None: ...
+
+    def answer(self, step: int, model: nn.Module, optimizer: Any) -> int: ...
+
+
+class Unguarded:
+    """Asks nothing, and goes on from every step."""
+
+    def ask(self, model: nn.Module, losses: list[float]) -> None: ...
+
+    def answer(self, step: int, model: nn.Module, optimizer: Any) -> int:
+        return step
+
+
 def train(
     model: nn.Module,
     steps: int,
@@ -45,18 +62,22 @@ def train(
     backward: Callable[[Tensor, AnyOptimizer], object],
     save: Callable[[int, nn.Module, AnyOptimizer], object],
     observe: Callable[[nn.Module, AnyOptimizer], Observer],
+    guard: Callable[[nn.Module, AnyOptimizer], Guard] = lambda model, optimizer: Unguarded(),
 ) -> None:
     """Train `model` up to `steps` completed updates, starting from as many as `restore` says are done.
 
     The optimizer is built after the broadcast, so that master shards are cut from parameters all ranks agree on.
-    `batches(step)` gives the micro-batches of the step that will be the `step`-th update, counted from 1.
+    `batches(step)` gives the micro-batches of the step that will be the `step`-th update, counted from 1. After an update
+    the guard may have gone back to an earlier step: that update is then not saved, and training goes on from there.
     """
     broadcast(model)
     optimizer = make_optimizer(model)
     done = restore(model, optimizer)
     observer = observe(model, optimizer)
     observer.started(done)
-    for step in range(done + 1, steps + 1):
+    watch = guard(model, optimizer)
+    while done < steps:
+        step = done + 1
         optimizer.zero_grad()
         losses = []
         for inputs, targets in batches(step):
@@ -64,6 +85,9 @@ def train(
             backward(loss, optimizer)
             losses.append(loss.item())
         observer.backward_done(step)
+        watch.ask(model, losses)
         optimizer.step()
         observer.updated(step, losses)
-        save(step, model, optimizer)
+        done = watch.answer(step, model, optimizer)
+        if done == step:
+            save(step, model, optimizer)

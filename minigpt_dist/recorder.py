@@ -80,6 +80,10 @@ class Recorder:
         self._lap("optimizer")
         self._append(step, math.fsum(losses) / len(losses))
 
+    def rewind(self, step: int) -> None:
+        """The run has gone back to `step`: forget the records of later ones. What `on_record` was told stays told."""
+        self.records = [record for record in self.records if record.step <= step]
+
     def _lap(self, phase: str) -> None:
         now = time.perf_counter()
         self._seconds[phase] = now - self._clock

@@ -7,7 +7,7 @@ to `worker.py` (this package's own) and to the judge (another implementation's):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from minigpt_dist.batches import read_batch
+from minigpt_dist.cadence import Cadence
 from minigpt_dist.config import ModelConfig, TrainConfig
-from minigpt_dist.loop import train
+from minigpt_dist.guard import Guard
+from minigpt_dist.loop import Guard as Guarding
+from minigpt_dist.loop import Unguarded, train
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.memory import baseline
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.recorder import ALL, Recorder, whole_parameters
+from minigpt_dist.rescue import Rescue, place
 from minigpt_dist.trace import Record, state_digests, to_line
 
 State = dict[str, Any]
@@ -76,6 +80,9 @@ class Worker:
     watch: frozenset[str] = ALL
     device: str = "cpu"
     source: Path | None = None
+    rescue: Rescue | None = field(default=None, init=False)
+    skipped: list[int] = field(default_factory=list, init=False)  # batches that the guard passes over
+    saved: int = field(default=0, init=False)  # the step of the newest checkpoint of this run
 
     def run(self) -> dict[str, Any]:
         """Train; plain data for the parent: {"records": [...], "snapshot": path -> digest at the checkpoint step}."""
@@ -88,6 +95,9 @@ class Worker:
         model = self.pieces.model(config.model).to(self.device, getattr(torch, config.dtype))
         self.model = model
         self.corpus = self.pieces.corpus(config).to(self.device)
+        if config.guard != "off":  # made before memory is counted
+            guard = Guard(config.spike, config.max_rollbacks, config.guard)
+            self.rescue = Rescue(guard, self._go_back, self.skipped)
         train(
             model,
             config.steps,
@@ -99,8 +109,11 @@ class Worker:
             backward=self._backward,
             save=self._save,
             observe=self._observe,
+            guard=self._guard,
         )
-        return {"records": [vars(record) for record in self.recorder.records], "snapshot": self.snapshot}
+        incidents = [] if self.rescue is None else [str(incident) for incident in self.rescue.guard.incidents]
+        records = [vars(record) for record in self.recorder.records]
+        return {"records": records, "snapshot": self.snapshot, "saved": self.saved, "incidents": incidents}
 
     def _make_optimizer(self, model: nn.Module) -> Any:
         self.known = baseline() if "bytes" in self.watch else []
@@ -109,17 +122,22 @@ class Worker:
     def _restore(self, model: nn.Module, optimizer: Any) -> int:
         if not self.resume:
             return 0
-        return restore_state(
+        return self._put_back(
             self.pieces.load(self.source or self.folder, self.config.world_size, self.rank), model, optimizer
         )
+
+    def _put_back(self, state: State, model: nn.Module, optimizer: Any) -> int:
+        """Restore a state of this run, and what its data had passed over by then; the step it was taken at."""
+        self.skipped[:] = sorted({*self.skipped, *state.get("skipped", [])})
+        return restore_state(state, model, optimizer)
 
     def _batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of one step. Dropout's stream is a function of seed, step and place in the global batch."""
         for m in range(self.config.micro_batches):
             if self.config.model.dropout:
-                place = self.rank * self.config.micro_batches + m
-                torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + place)
-            x, y = read_batch(self.corpus, self.config, step - 1, self.rank, m)
+                seat = self.rank * self.config.micro_batches + m
+                torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + seat)
+            x, y = read_batch(self.corpus, self.config, place(step, self.skipped) - 1, self.rank, m)
             self.recorder.batch(x)
             yield x, y
 
@@ -132,10 +150,31 @@ class Worker:
         self.pieces.after_backward(self.model)
 
     def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:
-        if step == self.config.checkpoint_step:
-            state = capture(step, model, optimizer)
-            self.snapshot = state_digests(state)
-            self.pieces.save(state, self.folder, step, self.config)
+        due = self.cadence.due(step)
+        if step != self.config.checkpoint_step and not due:
+            return
+        self.snapshot, self.saved = state_digests(self._write(step, model, optimizer)), step
+
+    def _write(self, step: int, model: nn.Module, optimizer: Any) -> State:
+        """Write a checkpoint of this run; the state that it holds."""
+        state = capture(step, model, optimizer)
+        if self.skipped:
+            state["skipped"] = list(self.skipped)
+        self.pieces.save(state, self.folder, step, self.config)
+        return state
+
+    def _guard(self, model: nn.Module, optimizer: Any) -> Guarding:
+        self.cadence = Cadence(self.config.checkpoint_every, self.config.checkpoint_minutes)
+        if self.rescue is None:
+            return Unguarded()
+        self._write(self.recorder.records[0].step, model, optimizer)
+        return self.rescue
+
+    def _go_back(self, model: nn.Module, optimizer: Any) -> int:
+        """Restore the newest checkpoint of this run, and forget what was recorded since; its step."""
+        step = self._put_back(self.pieces.load(self.folder, self.config.world_size, self.rank), model, optimizer)
+        self.recorder.rewind(step)
+        return step
 
     def _observe(self, model: nn.Module, optimizer: Any) -> Recorder:
         self.recorder = Recorder(

@@ -12,7 +12,7 @@ LAYERS = {
     0: ("config", "model", "loss", "corpus", "batches", "trace", "launch"),
     1: ("parallel", "checkpoint", "guard", "cadence", "memory", "planner"),
     2: ("loop",),
-    3: ("worker", "runner", "recorder"),
+    3: ("worker", "runner", "rescue", "recorder"),
     4: ("verify",),
     5: ("grading", "suite", "bench"),
     6: ("cli", "__main__", "pytest_plugin", "__init__"),

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 # Where the loss of right code falls at every step: 20 steps of the default model and optimizer, over 40 seeds. Later it
 # is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
-FREE_FOR_FALL = ("world_size", "steps", "seed", "micro_batches", "checkpoint_step", "dtype", "reduction")
+FREE_FOR_FALL = (
+    *("world_size", "steps", "seed", "micro_batches", "dtype", "reduction", "guard", "max_rollbacks", "spike"),
+    *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
+)
 
 
 @dataclass(frozen=True)

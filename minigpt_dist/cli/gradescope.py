@@ -52,9 +52,11 @@ def run(args: argparse.Namespace) -> int:
 def _checked(path: Path) -> bytes:
     """The rubric's bytes, once it has been read as one. UsageError for one that is none."""
     from minigpt_dist.grading import rubric
+    from minigpt_dist.grading.values import RubricError
+    from minigpt_dist.grading.values import RubricError
 
     try:
         rubric.load(path)
         return path.read_bytes()
-    except (rubric.RubricError, OSError) as error:
+    except (RubricError, OSError) as error:
         raise UsageError(f"rubric is {str(path)!r}, but should be a rubric that can be used: {error}") from None

@@ -58,6 +58,8 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
     say(console, f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {where}, {sizes}")
     _title(console, "Loss (nats a token, mean over ranks)")
     console.print(_losses(console, outcome))
+    for incident in outcome.incidents:
+        say(console, f"rolled back from {incident}", "yellow")
     last = outcome.trace.steps[-1]
     _title(console, f"Memory held after step {last} (bytes)")
     console.print(_memory(console, outcome))

@@ -17,7 +17,8 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 
 BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
-FREE_ON_RESUME = ("steps", "world_size", "checkpoint_step")
+SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
+FREE_ON_RESUME = ("steps", "world_size", *SAVING, "guard", "max_rollbacks", "spike")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from minigpt_dist.cli.settings import BACKENDS, DEVICES, read_settings
 from minigpt_dist.cli.usage import number, pair, whole
-from minigpt_dist.config import DTYPES, REDUCTIONS, ModelConfig, TrainConfig
+from minigpt_dist.config import DTYPES, GUARDS, REDUCTIONS, ModelConfig, TrainConfig
 from minigpt_dist.launch.client import prepare
 
 NAME = "train"
@@ -40,11 +40,22 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
         "batch": f"sequences a micro-batch ({run.batch})",
         "micro_batches": f"a rank and step ({run.micro_batches})",
         "checkpoint_step": "step to save after; 0 for none (half of the steps)",
+        "checkpoint_every": "save after every N steps too",
+        "max_rollbacks": f"bad steps to go back from before giving up ({run.max_rollbacks})",
     }
     for name, text in helps.items():
         add(_option(name), type=whole(name), metavar="N", help=text)
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
     add("--reduction", metavar="KIND", help=f"of gradients: {', '.join(REDUCTIONS)} ({run.reduction})")
+    add(
+        "--checkpoint-minutes",
+        type=number("checkpoint_minutes"),
+        metavar="T",
+        help="save every T minutes of rank 0's clock too",
+    )
+    guard = f"{', '.join(GUARDS)}: go back from a step that is not finite, or whose loss jumps, to the last checkpoint ({run.guard})"
+    add("--guard", metavar="KIND", help=guard)
+    add("--spike", type=number("spike"), metavar="X", help=f"a loss above X times the last is bad ({run.spike:g})")
     add("--text", metavar="FILE", help="train on the bytes of a file, in place of the made corpus")
     add("--out", metavar="DIR", help="keep checkpoint, trace.jsonl and live metrics in this new folder")
     add("--resume", metavar="DIR", help="go on from the latest checkpoint of the run that was kept in DIR")

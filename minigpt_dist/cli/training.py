@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,17 @@ from minigpt_dist.worker import rank_body
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: its trace, each rank's snapshot at the checkpoint (path -> digest), the trace of its resume."""
+    """What a run left: its trace, each rank's snapshot at the checkpoint (path -> digest), the trace of its resume.
+
+    The configuration's `checkpoint_step` is the step of the newest checkpoint. incidents: bad steps that the guard went back from.
+    """
 
     config: TrainConfig
     start: int
     trace: Trace
     snapshots: list[dict[str, str]]
     resumed: Trace | None
+    incidents: list[str]
 
     def losses(self) -> dict[int, float]:
         """Step -> mean loss over ranks, of the steps that this run trained."""
@@ -52,10 +56,10 @@ def carry_out(settings: Settings, launched: bool, command_line: Sequence[str], b
     with open_job(launched, config.world_size, settings.device, settings.backend, settings.deadline_s) as job:
         with _folders(job, settings.out) as (folder, scratch):
             outcome = _train(job, settings, folder, scratch)
-            manifest = _manifest(folder) if job.leader and config.checkpoint_step else None
+            manifest = _manifest(folder) if job.leader and outcome.config.checkpoint_step else None
             if job.leader and settings.out is not None:
                 outcome.trace.write(folder / "trace.jsonl")
-        claims = judge_run(outcome)
+        claims, config = judge_run(outcome), outcome.config
         if job.leader:
             console = report.console()
             report.print_run(console, job, outcome, manifest)
@@ -81,12 +85,13 @@ def _train(job: Job, settings: Settings, folder: Path, scratch: Path) -> Outcome
     where = None if source is None else str(source)
     with progress(folder if job.leader else None, "train", config.steps - settings.start):
         ranks = job.run(rank_body, config.to_dict(), str(folder), source is not None, watch, job.device, where)
-    resumed = None
+    resumed, trace, incidents = None, _trace(config, ranks), ranks[0]["incidents"]
+    config = replace(config, checkpoint_step=ranks[0]["saved"])
     if config.checkpoint_step:
         with progress(scratch if job.leader else None, "resume", config.steps - config.checkpoint_step):
             again = job.run(rank_body, config.to_dict(), str(scratch), True, watch, job.device, str(folder))
         resumed = _trace(config, again)
-    return Outcome(config, settings.start, _trace(config, ranks), [rank["snapshot"] for rank in ranks], resumed)
+    return Outcome(config, settings.start, trace, [rank["snapshot"] for rank in ranks], resumed, incidents)
 
 
 def _trace(config: TrainConfig, ranks: list[dict[str, Any]]) -> Trace:

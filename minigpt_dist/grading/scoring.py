@@ -77,8 +77,9 @@ class Scorer:
         self.expected = frozenset(required) | (offer.slots if not offer.asked else frozenset())
 
     def applies(self, item: Item) -> bool:
-        """Is this item about a piece that the submission has, or ought to have?"""
-        return bool(self.expected & (item.about or item.slots))
+        """Is this item about a piece that the submission has, or ought to have? Of pieces asked for, one that its checks must exercise."""
+        pieces = item.slots if self.offer.asked else item.about or item.slots
+        return bool(self.expected & pieces)
 
     def broken(self, slot: str) -> str:
         """What is wrong with a piece of the contract; "" for nothing."""
