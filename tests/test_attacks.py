@@ -38,12 +38,13 @@ def modes_for(path: Path) -> tuple[str, ...]:
     return WALLED if said(path, "needs") == "walls" else (*WALLED, "uid")
 
 
-@pytest.fixture(autouse=True)
-def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(autouse=True, scope="module")
+def own_tmp() -> Iterator[Path]:
     """Whatever a sandbox has on this machine lies here, where another user can pass, unlike below pytest's own folder."""
-    with tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True) as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True)
+    with temporary as folder, pytest.MonkeyPatch.context() as patch:
         os.chmod(folder, 0o711)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+        patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
 

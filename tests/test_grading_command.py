@@ -45,6 +45,7 @@ def lasting(out: Path, name: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_a_cohort_is_graded_and_one_bad_submission_harms_nobody(tmp_path: Path) -> None:
     for name, text in {"right": CORPUS, "broken": "def f(:"}.items():
         (tmp_path / f"{name}.py").write_text(text)

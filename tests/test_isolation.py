@@ -27,12 +27,13 @@ WORKING = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(autouse=True, scope="module")
+def own_tmp() -> Iterator[Path]:
     """Whatever a sandbox has on this machine lies here, where another user can pass, unlike below pytest's own folder."""
-    with tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True) as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True)
+    with temporary as folder, pytest.MonkeyPatch.context() as patch:
         os.chmod(folder, 0o711)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+        patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
 
@@ -105,19 +106,19 @@ def test_submission_is_copied_with_what_it_imports_and_nothing_else(own_tmp: Pat
     assert sorted(path.name for path in copied.parent.iterdir()) == ["exits_in_step.py", "wrong.py"]
 
 
-def test_links_of_a_submission_are_left_out(own_tmp: Path) -> None:
-    (own_tmp / "given").mkdir()
-    (own_tmp / "given" / "solution.py").touch()
-    (own_tmp / "given" / "secret").symlink_to("/etc/passwd")
-    copied = copy_submission(own_tmp / "given", own_tmp / "copy")
+def test_links_of_a_submission_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "solution.py").touch()
+    (tmp_path / "given" / "secret").symlink_to("/etc/passwd")
+    copied = copy_submission(tmp_path / "given", tmp_path / "copy")
     assert [path.name for path in copied.iterdir()] == ["solution.py"]
 
 
-def test_submission_that_is_too_large_is_refused(own_tmp: Path) -> None:
-    with (own_tmp / "large.py").open("wb") as file:
+def test_submission_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "large.py").open("wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(ValueError, match="more than"):
-        copy_submission(own_tmp / "large.py", own_tmp / "copy")
+        copy_submission(tmp_path / "large.py", tmp_path / "copy")
 
 
 def test_a_sandbox_that_cannot_be_made_leaves_nothing(own_tmp: Path) -> None:
@@ -176,6 +177,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_sandboxes_of_a_killed_parent_end_and_leave_no_folder(own_tmp: Path) -> None:
     working("namespaces")
     command = [sys.executable, "-c", HOLDER, str(SUBMISSION)]

@@ -24,7 +24,10 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int8", "complex
 LENGTHS = [0, 1, 2, 3, 7, 64, 1001, 300_007]  # the last travels in several segments
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 5, 8])
+@pytest.fixture(
+    scope="module",
+    params=[1, 2, 3, 4, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)],
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     with World(request.param, deadline_s=60) as live:
         yield live

@@ -52,6 +52,7 @@ def test_the_page_holds_every_curve_and_every_step_and_loads_nothing(tmp_path: P
     assert not re.findall(r"(?:src|href)=\"http", page)
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")

@@ -53,7 +53,6 @@ def _checked(path: Path) -> bytes:
     """The rubric's bytes, once it has been read as one. UsageError for one that is none."""
     from minigpt_dist.grading import rubric
     from minigpt_dist.grading.values import RubricError
-    from minigpt_dist.grading.values import RubricError
 
     try:
         rubric.load(path)

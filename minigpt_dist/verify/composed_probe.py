@@ -129,9 +129,9 @@ def gradients_body(
 
 
 def _model(spec: str, slots: list[str], config: dict[str, Any]) -> nn.Module:
-    c = TrainConfig.from_dict(config)
-    torch.manual_seed(c.seed * 1009)
-    return build_model(resolve(spec, tuple(slots)), c.model).to(getattr(torch, c.dtype))
+    c, impl = TrainConfig.from_dict(config), resolve(spec, tuple(slots))
+    torch.manual_seed(c.seed * 1009)  # after the import, which may set a seed of its own
+    return build_model(impl, c.model).to(getattr(torch, c.dtype))
 
 
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

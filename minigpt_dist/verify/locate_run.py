@@ -139,9 +139,9 @@ def recompute_body(
     spec: str, slots: list[str], config: dict[str, Any], asked: Sequence[tuple[int, int, dict[str, Tensor]]]
 ) -> list[Parts]:
     """In one process: the parameters of rank 0's seed; then the model's answers at the parameters that each (step, rank) started from."""
-    c = TrainConfig.from_dict(config)
-    torch.manual_seed(c.seed * 1009)
-    model = build_model(resolve(spec, tuple(slots)), c.model).to(getattr(torch, c.dtype))
+    c, impl = TrainConfig.from_dict(config), resolve(spec, tuple(slots))
+    torch.manual_seed(c.seed * 1009)  # after the import, which may set a seed of its own
+    model = build_model(impl, c.model).to(getattr(torch, c.dtype))
     tokens, initial = judged_corpus(c), {name: copied(t) for name, t in named_tensors(model).items()}
     return [
         {"initial": initial},

@@ -109,7 +109,7 @@ def stem_for(contents: Contents) -> Stem:
     """This process's stem with the kit of `contents`."""
     key = (contents.kit, contents.preload)
     stem = _stems.get(key)
-    if stem is not None and stem.ended:
+    if stem is not None and (stem.ended or not stem.kit.is_dir()):  # temporary files get tidied up, by others too
         stem.close()
         stem = None
     if stem is None:
