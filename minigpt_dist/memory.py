@@ -43,7 +43,9 @@ def live_tensors() -> list[Tensor]:
     # Objects frozen before a fork are not in get_objects: the globals of modules are added by hand.
     module_globals = [vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType]
     held = set(map(id, gc.get_referents(*objects, *module_globals)))
-    return [t for t in tensors if id(t) in held and t.layout == torch.strided]  # a sparse tensor has no storage of its own
+    return [
+        t for t in tensors if id(t) in held and t.layout == torch.strided
+    ]  # a sparse tensor has no storage of its own
 
 
 def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str, int]:

@@ -18,6 +18,7 @@ SUITE = Path(__file__).parent / "suite"
 ON_REQUEST = {
     "peers": "well-known packages under the same judge, at every world size",
     "slow": "long tests of the package itself: crashes at every call, other revisions, torchrun, foreign checkpoints",
+    "corpus": "every small submission and every attack of the corpora, graded whole, in every kind of sandbox",
     "catalogue": "every planted fault and every correct variant under the judge",
 }
 PROFILES = {"dev": 5, "ci": 25, "nightly": 1000}
@@ -113,6 +114,16 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, cores)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share runs stay together, unless another distribution was asked for."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from minigpt_dist.pytest_schedule import SharedRuns
+
+    return SharedRuns(config, log)
 
 
 def _check_specs(config: pytest.Config) -> None:

@@ -23,7 +23,7 @@ ATTACKS = {
     for path in sorted(Path(__file__).with_name("attacks").glob("*.py"))
     if path.stem not in ("wrong", "honest")
 }
-QUICK = ("exits_in_step", "searches_the_disk", "leaves_a_daemon", "simulates_the_others")
+SHORT = ("exits_in_step", "searches_the_disk", "leaves_a_daemon", "simulates_the_others")
 WALLED = ("namespaces", "bwrap")
 DEADLINE_S = 8.0
 MARKS = ("attack-left-behind",)
@@ -75,12 +75,14 @@ def attack(name: str, mode: str, tmp: Path) -> None:
     assert not Path("/tmp/attack-payload-ran").exists()
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
 def test_attack_fails_what_it_attacks_and_leaves_nothing(name: str, own_tmp: Path) -> None:
     attack(name, "namespaces", own_tmp)
 
 
-@pytest.mark.parametrize("mode", ["namespaces", *(pytest.param(m, marks=pytest.mark.slow) for m in ("bwrap", "uid"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["namespaces", "bwrap", "uid"])
 def test_honest_work_passes_what_the_attacks_fail(mode: str) -> None:
     if choose(mode).name != mode:
         pytest.skip(f"isolation {mode} does not work on this machine")
@@ -92,7 +94,7 @@ def test_honest_work_passes_what_the_attacks_fail(mode: str) -> None:
     assert [v.check for v in verdicts if not v.passed] == []
 
 
-@pytest.mark.slow
+@pytest.mark.corpus
 @pytest.mark.parametrize("name, mode", [(name, mode) for name, path in ATTACKS.items() for mode in modes_for(path)])
 def test_attack_fails_under_every_mode(name: str, mode: str, own_tmp: Path) -> None:
     attack(name, mode, own_tmp)

@@ -42,7 +42,7 @@ def final(evidence: Composed, name: str, like: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(evidence.finals[0][name]), dtype=torch.float64).view_as(like)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_float64_run_equals_the_full_batch_within_its_bound(stack: Subject, world_size: int) -> None:
     config = TrainConfig(world_size=world_size, dtype="float64")
     evidence = composed(stack, config)
@@ -53,7 +53,7 @@ def test_float64_run_equals_the_full_batch_within_its_bound(stack: Subject, worl
     assert worst <= PARAM_REL_FLOAT64
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 5])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow), 5])
 def test_each_step_exchanges_the_gradient_once_and_the_parameters_once(stack: Subject, world_size: int) -> None:
     trace = composed(stack, TrainConfig(world_size=world_size)).whole
     padded = world_size * -(-29_824 // world_size)
@@ -94,6 +94,6 @@ def test_bfloat16_parameters_train_with_a_float32_master(stack: Subject) -> None
     assert trace.mean_losses()[20] < trace.mean_losses()[1] - 2
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_loss_falls_for_other_seeds(stack: Subject, seed: int) -> None:
     assert falling(composed(stack, TrainConfig(world_size=2, seed=seed + 1)).whole) == []

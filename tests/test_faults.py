@@ -57,7 +57,7 @@ QUICK = (
     "missing-shard-filled-with-zeros",
     "missing-checksum-accepted",
 )
-QUICK_VARIANTS = ("torch-adamw-fused", "whole-parameters-have-owners", "wrapper-with-one-message")
+QUICK_VARIANTS = ("wrapper-with-one-message",)
 EQUIVALENT = [(fault.name, N) for fault in FAULTS.values() for N, _ in fault.equivalent if N <= 4]
 
 

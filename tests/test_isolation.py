@@ -69,6 +69,7 @@ def test_traffic_is_counted_from_outside() -> None:
         assert (subject.traffic(2) or 0) > 0
 
 
+@pytest.mark.slow
 def test_a_fresh_sandbox_has_nothing_of_the_one_before() -> None:
     with Subject("fault:none", isolation=working("namespaces"), seed=3) as subject:
         assert put(CHECKS["resume_bytes"], subject, 2).passed

@@ -92,7 +92,7 @@ def test_a_stub_is_reported_as_not_written_yet_and_not_as_an_error(tmp_path: Pat
     assert told == [f"{stub} is not written yet" for stub in stubs]
 
 
-@pytest.mark.slow
+@pytest.mark.corpus
 @pytest.mark.timeout(1800)
 def test_each_piece_that_is_written_raises_the_score(tmp_path: Path) -> None:
     write_starter(tmp_path / "mine")
@@ -106,7 +106,7 @@ def test_each_piece_that_is_written_raises_the_score(tmp_path: Path) -> None:
     assert (report["verdict"], scores[-1]) == ("pass", report["max_score"])
 
 
-@pytest.mark.slow
+@pytest.mark.corpus
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("slot", SLOTS)
 def test_a_piece_alone_earns_all_its_points_in_our_company(slot: str, tmp_path: Path) -> None:

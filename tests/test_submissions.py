@@ -52,7 +52,7 @@ def test_a_few_submissions_lose_what_they_must(name: str, tmp_path: Path) -> Non
     assert judged(case.write(tmp_path / "in"), QUICK[name]) == set(case.loses) & set(QUICK[name])
 
 
-@pytest.mark.slow
+@pytest.mark.corpus
 @pytest.mark.parametrize("case", CORPUS, ids=lambda c: c.name)
 def test_a_submission_loses_the_items_that_its_mistake_costs_and_no_others(case: Case, tmp_path: Path) -> None:
     report = graded(case.write(tmp_path / "in"), tmp_path)

@@ -47,7 +47,9 @@ def unwritten(error: RankError) -> str:
     named = re.fullmatch(r"([\w.]+) is not (?:written|implemented)(?: yet)?\.?", error.message.strip())
     if named:
         return named[1]
-    stub = not error.message.strip() or re.match(r"(?i)\W*(todo|implement|your code|fill in|not (yet )?implemented)", error.message)
+    stub = not error.message.strip() or re.match(
+        r"(?i)\W*(todo|implement|your code|fill in|not (yet )?implemented)", error.message
+    )
     frames = re.findall(r"File .*, in (\S+)", error.traceback)
     return frames[-1] if stub and frames else ""
 
