@@ -106,13 +106,19 @@ def test_the_failure_shown_is_what_the_code_shown_gives(
 ) -> None:
     from minigpt_dist.__main__ import main
 
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
     (tmp_path / "summed.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     replay = block("failure")[-1].removeprefix("replay: minigpt-dist ")
     assert main(shlex.split(replay)) == 1
     printed = shape(capsys.readouterr().out)
     assert [line for line in shape("\n".join(block("failure"))) if line not in printed] == []
+
+
+def test_the_schedule_shown_is_what_the_code_shown_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", TEXT, re.DOTALL)[-1]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == shown
 
 
 if __name__ == "__main__":
