@@ -116,7 +116,8 @@ def test_the_failure_shown_is_what_the_code_shown_gives(
 
 
 def test_the_schedule_shown_is_what_the_code_shown_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", TEXT, re.DOTALL)[-1]
+    pieces = TEXT.split("## Pieces")[1]
+    code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", pieces, re.DOTALL)[0]
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == shown
 
