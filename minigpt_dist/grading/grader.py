@@ -73,7 +73,9 @@ class Grader:
             found |= self._subject.ask(inspect_body, 1)[0]
             return found
         except RankError as error:
-            found["error"] = clipped(f"importing it raised {error.kind}: {error.message}{_place(error.traceback)}")
+            place = _place(error.traceback)
+            said = error.message.removesuffix(place)  # a SyntaxError says it itself
+            found["error"] = clipped(f"importing it raised {error.kind}: {said}{place}")
         except RankDied as error:
             found["error"] = clipped(f"importing it ended the process: {str(error).splitlines()[0]}")
         except DeadlineExceeded:
