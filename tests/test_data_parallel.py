@@ -123,6 +123,23 @@ def test_a_gradient_that_no_rank_adds_to_keeps_its_bits(ranks: World) -> None:
     assert ranks.run(kept_gradient_body) == [[True]] * ranks.world_size
 
 
+def thrown_away_body() -> list[bool]:
+    """Gradients of a backward under no_sync are thrown away before the one that counts."""
+    wrapped = DistributedDataParallel(Net(0))
+    with wrapped.no_sync():
+        wrapped(torch.ones(2, 4), extra=True).sum().backward()
+    wrapped.zero_grad(set_to_none=True)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    seen = gradients(wrapped.module)
+    fresh = DistributedDataParallel(Net(0))
+    fresh(torch.ones(2, 4)).sum().backward()
+    return [close({n: g}, {n: h}) for (n, g), h in zip(seen.items(), gradients(fresh.module).values(), strict=True)]
+
+
+def test_a_gradient_that_was_thrown_away_does_not_come_back(ranks: World) -> None:
+    assert all(all(seen) for seen in ranks.run(thrown_away_body))
+
+
 def order_body() -> list[str]:
     """What happens in one backward, in order: gradients that arrive, and exchanges that start."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))

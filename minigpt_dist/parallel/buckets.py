@@ -41,10 +41,15 @@ class Bucket:
     def prepare(self) -> None:
         """Make the vector ready to be summed: no gradient counts as zero, and what may have to be put back is kept."""
         for i, (p, view) in enumerate(zip(self.params, self.views, strict=True)):
+            if p.grad is None:  # never reached, or thrown away since
+                self.reached[i] = False
+                view.zero_()
+                continue
+            if p.grad is not view:
+                view.copy_(p.grad)
+                p.grad = view
             if not self.reached[i]:
-                view.copy_(torch.zeros_like(view) if p.grad is None else p.grad)
-                if p.grad is not None:
-                    self._kept[i] = view.clone()
+                self._kept[i] = view.clone()
         self._marks.copy_(torch.tensor(self.reached))
 
     def settle(self, world_size: int) -> None:
