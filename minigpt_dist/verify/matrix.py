@@ -32,6 +32,7 @@ FAMILIES = (
 Extent = Literal["quick", "pieces", "all"]
 PROVED_ELSEWHERE = {
     "tokens_once": "which tokens a rank reads is the loop's own doing: mutants of batches.py break it",
+    "resume_bytes.altered": "only what ends in the right bytes without its checkpoint breaks it alone: an attack that trains again",
     "optimizer.traffic": "bytes are read only of a sandbox with a network of its own: attacks on the grader break it",
 }
 HANGS = 2  # a fault that has been stuck so often is asked only what its entry promises
