@@ -22,9 +22,7 @@ from minigpt_dist.verify.kit import BODIES, beside, kit
 from minigpt_dist.verify.subject import Subject
 
 SUBMISSION = Path(__file__).parent / "attacks" / "wrong.py"
-WORKING = [
-    pytest.param(mode, marks=() if mode == "namespaces" else pytest.mark.slow) for mode in MODES if mode != "none"
-]
+WORKING = [pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "none"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,6 +61,7 @@ def test_a_rank_that_dies_in_a_sandbox_is_named(mode: str) -> None:
         subject.ask(origins_body, 2)
 
 
+@pytest.mark.slow
 def test_traffic_is_counted_from_outside() -> None:
     with Subject(str(SUBMISSION), isolation=working("namespaces"), seed=3) as subject:
         assert not put(CHECKS["optimizer.traffic"], subject, 2).passed
