@@ -77,6 +77,7 @@ def test_a_skipped_batch_is_never_read_again_and_the_next_ones_move_up(tmp_path:
     assert read == wanted[:5] + wanted[6:]
 
 
+@pytest.mark.slow
 def test_what_was_skipped_is_in_the_checkpoint(tmp_path: Path) -> None:
     from minigpt_dist.checkpoint import load_resharded
 
@@ -85,11 +86,13 @@ def test_what_was_skipped_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert [state["skipped"] for state in load_resharded(tmp_path, 2)] == [[5], [5]]
 
 
+@pytest.mark.slow
 def test_a_batch_that_stays_bad_ends_the_run_with_a_report(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="training stopped after 3 bad steps, of which 2 were rolled back"):
         run(tmp_path, "nan on rank 1", 5, 99, max_rollbacks=2)
 
 
+@pytest.mark.slow
 def test_without_a_guard_nothing_goes_back(tmp_path: Path) -> None:
     ranks = run(tmp_path, "nan on rank 1", 5, 1, guard="off")
     assert math.isnan(ranks[0]["records"][-1]["param_norm"])

@@ -42,6 +42,7 @@ def command(line: str) -> argparse.Namespace:
     return parser_of(run_report).parse_args(line.split())
 
 
+@pytest.mark.slow
 def test_the_page_holds_every_curve_and_every_step_and_loads_nothing(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
