@@ -253,7 +253,7 @@ def check(subject: Any, check_at: tuple[str, int]) -> Any:
     def holds() -> bool:
         name, world_size = check_at
         verdict = put(CHECKS[name], subject, world_size)
-        if verdict.not_judged:
+        if verdict.not_judged:  # a piece or option that the implementation does not have; the reason names it
             pytest.skip(f"not judged: {verdict.not_judged}")
         if verdict.violations:
             pytest.fail(verdict.render(subject.spec), pytrace=False)

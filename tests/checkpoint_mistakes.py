@@ -205,7 +205,7 @@ class StatesConsumed(Lesson):
 class WrittenAfterReturn(Lesson):
     def save(self, states: list[State], dest_dir: str, step: int) -> Any:
         def later() -> None:
-            time.sleep(0.05)
+            time.sleep(0.05)  # the mistake itself: the load comes before this is over
             Lesson.save(self, states, dest_dir, step)
 
         threading.Thread(target=later).start()

@@ -176,7 +176,7 @@ def passes(arguments: list[str], limit_s: float, log: Path) -> bool:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two looks at a child that has a limit; a pidfd would be Linux alone
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False

@@ -107,7 +107,7 @@ def await_child(pid: int) -> int:
         for worker in children(pid):
             if Path(f"/proc/{worker}/task/{worker}/children").read_text().split():
                 return worker
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks at another process, until the limit; nothing is said of how long it takes
     raise AssertionError("no worker has started")
 
 
@@ -119,7 +119,7 @@ def test_an_interrupt_leaves_a_true_report_and_a_resume_ends_it(tmp_path: Path) 
     answers = out / "fault_none" / "answers.jsonl"
     limit = time.monotonic() + 120
     while time.monotonic() < limit and not (answers.exists() and answers.read_text().count("\n") > 1):
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks at another process, until the limit; nothing is said of how long it takes
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     kept, report = answers.read_text(), lasting(out, "fault_none")

@@ -53,6 +53,9 @@ CALLS: dict[str, tuple[Callable[[int], object], tuple[str | None, int, int | Non
 }
 
 
+LATER_IN_GLOO = ("reduce_scatter", "all_to_all")  # gloo of torch 2.6, the oldest release supported, lacks these two
+
+
 def recorded(op: str) -> list[dict[str, Any]]:
     ledger.clear()
     CALLS[op][0](1 - dist.get_rank())
@@ -129,7 +132,7 @@ def test_a_call_is_recorded_once_with_its_payload_and_site(op: str, world: World
     try:
         seen = world.run(recorded, op)
     except RankError as error:
-        if "does not support" not in error.message:
+        if op not in LATER_IN_GLOO or "does not support" not in error.message:
             raise
         pytest.skip(f"gloo of torch {torch.__version__} has no {op}")
     assert seen == [[{**expected, "site": f"{__file__}:{line}"}]] * 2

@@ -175,7 +175,7 @@ class WrongStep:
         return ", at the very end: padding" if int(at[0]) >= len(self.any_wrong) - self.config.world_size else ""
 
     def _elsewhere(self) -> str:
-        """Are the right slices there, in another order?"""
+        """Are the right slices there, in another order? Only words for a difference that was found bit by bit: so within rounding."""
         chunk = -(-len(self.owner) // self.config.world_size)
         pieces, wanted = self.seen[0].split(chunk), self.target.params.split(chunk)
         found = [

@@ -98,7 +98,7 @@ def shape_of(
         return f"equal to the value before the step (stale){where}"
     if bool((seen[at] == 0).all()):
         return f"zeros{where}"
-    inner = slice(max(SHIFTS), -max(SHIFTS))
+    inner = slice(max(SHIFTS), -max(SHIFTS))  # below, closeness chooses words for a difference that is already found
     for by in SHIFTS:
         if len(wrong) > 8 and torch.allclose(seen[inner], shifted(wanted, by)[inner], rtol=1e-6, atol=1e-12):
             return _shift_words(by)

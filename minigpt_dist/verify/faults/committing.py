@@ -101,7 +101,7 @@ def live_tensor_captured_by_async_save() -> Names:
 
     def save_sharded(states: list[State], dest: str, step: int) -> None:
         def write() -> None:
-            time.sleep(0.2)
+            time.sleep(0.2)  # the mistake itself: longer than the update that follows the save
             base.save_sharded(states, dest, step)
 
         threading.Thread(target=write).start()
@@ -123,7 +123,7 @@ def save_returns_before_it_is_committed() -> Names:
         copies = [_changed(state, lambda t: t.clone()) for state in states]
 
         def write() -> None:
-            time.sleep(0.3)
+            time.sleep(0.3)  # the mistake itself: longer than the load that follows the save
             base.save_sharded(copies, dest, step)
 
         threading.Thread(target=write, daemon=True).start()
