@@ -11,6 +11,8 @@ import io
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,21 @@ class NeverTwice(Lesson):
         aside.rename(dest_dir)
 
 
+class ManyThreads(Lesson):
+    """Four threads work on the tensors at once, each the first of its thread to: torch makes its pool anew after a fork."""
+
+    def save(self, states: list[State], dest_dir: str, step: int) -> Any:
+        together = threading.Barrier(4)
+
+        def work(_: int) -> float:
+            together.wait()
+            return torch.ones(100_000).sum().item()
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(work, range(4))) == [100_000] * 4
+        return super().save(states, dest_dir, step)
+
+
 RIGHT = {
     "lesson": Lesson,
     "folder-swap": FolderSwap,
@@ -196,4 +213,5 @@ RIGHT = {
     "other-languages": OtherLanguages,
     "zipped": Zipped,
     "never-twice": NeverTwice,
+    "many-threads": ManyThreads,
 }
