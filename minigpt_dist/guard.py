@@ -105,6 +105,14 @@ class Guard:
         return None
 
 
+def should_roll_back(loss: float, gradients: Iterable[Tensor], last: float, spike: float = 2.0) -> bool:
+    """One answer for all ranks, which all ask together: is the loss or a gradient of any rank not finite, or the mean loss above
+    `spike` times `last`, the mean loss of the last good step (NaN: there was none)? Keeps nothing from call to call."""
+    guard = Guard(spike=spike, limit=1, last=last)
+    guard.ask(loss, gradients)
+    return guard.answer(0) is not None
+
+
 def _all_finite(tensors: list[Tensor]) -> bool:
     """Is every element finite? A sum that is finite says so in one look; one that is not may have overflowed."""
     if not tensors or math.isfinite(torch.stack([t.sum() for t in tensors]).sum()):

@@ -28,6 +28,9 @@ FAMILIES = (
     "optimizer",
     "ddp",
     "checkpoint",
+    "collectives",
+    "pipeline",
+    "guard",
 )  # cheap and telling first; composed runs last
 Extent = Literal["quick", "pieces", "all"]
 PROVED_ELSEWHERE = {
