@@ -19,6 +19,7 @@ MODULES = {
     "faults": "minigpt_dist.cli.faults",
     "diff": "minigpt_dist.cli.diff",
     "bench": "minigpt_dist.cli.bench",
+    "ddp": "minigpt_dist.cli.ddp",
     "pipeline": "minigpt_dist.cli.pipeline",
     "memory": "minigpt_dist.cli.memory",
     "report": "minigpt_dist.cli.run_report",
