@@ -68,10 +68,10 @@ def cases(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def caught(request: pytest.FixtureRequest) -> dict[str, Outcome]:
-    """Every fault of this session before the judge, several at a time; before all checks of its pieces if the catalogue is asked for."""
+    """Every fault of this session before the judge, several at a time; the whole of what it promises if the catalogue is asked for."""
     mine = [item for item in request.session.items if "caught" in getattr(item, "fixturenames", ())]
     faults = chosen(item.callspec.params["name"] for item in mine)  # type: ignore[attr-defined]  # they are parametrized
-    extent: Extent = "pieces" if "catalogue" in request.config.getoption("-m") else "quick"
+    extent: Extent = "promised" if "catalogue" in request.config.getoption("-m") else "quick"
     return {o.fault.name: o for o in judge_all(faults, functools.partial(judge_fault, extent=extent))}
 
 
