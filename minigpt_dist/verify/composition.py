@@ -136,3 +136,21 @@ def _mean(grads: list[Tensor], c: TrainConfig) -> Tensor:
 
 def _digests(named: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest(t) for name, t in named.items()}
+
+
+def default_config(world_size: int) -> TrainConfig:
+    """The run that the lesson's invariants are asked of."""
+    return TrainConfig(world_size=world_size)
+
+
+def asked_config(subject: Subject, world_size: int) -> TrainConfig:
+    """The same, with data, weights and a learning rate (0.9 to 1.1 of it) that come from the subject's seed, if it has one."""
+    number, plain = subject.draw(f"composed at {world_size}"), default_config(world_size)
+    if not number:
+        return plain
+    return replace(plain, seed=number % 100_000, lr=plain.lr * (0.9 + 0.2 * (number % 1009) / 1008))
+
+
+def evidence_of(subject: Subject, world_size: int) -> Composed:
+    """The composed run that the checks share at this world size."""
+    return composed(subject, asked_config(subject, world_size))
