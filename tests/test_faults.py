@@ -117,9 +117,9 @@ def test_three_hundred_runs_of_correct_variants_are_one_command() -> None:
     assert len({(run.variant, run.seed) for run in asked}) == len(asked)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.catalogue)])
-def test_the_base_that_faults_are_planted_in_passes(whole: bool) -> None:
-    assert failures("fault:none", set(SLOTS), 2, whole) == []
+@pytest.mark.catalogue
+def test_the_base_that_faults_are_planted_in_passes() -> None:
+    assert failures("fault:none", set(SLOTS), 2, whole=True) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))

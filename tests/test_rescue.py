@@ -59,7 +59,7 @@ def last(ranks: list[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("what", "at"), [("spike", 2), ("nan on rank 1", 5)])
+@pytest.mark.parametrize(("what", "at"), [pytest.param("spike", 2, marks=pytest.mark.slow), ("nan on rank 1", 5)])
 def test_a_replayed_step_ends_with_the_bytes_of_a_run_that_nothing_disturbed(
     tmp_path: Path, what: str, at: int
 ) -> None:
