@@ -38,12 +38,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--architecture", default="gpt", metavar="KIND", help=f"{', '.join(ARCHITECTURES)}: this package's, or GPT-2's (gpt)")
-    for name, text in (("layers", "blocks"), ("hidden", "width"), ("heads", "of attention"), ("seq", "tokens a sequence")):
+    add(
+        "--architecture",
+        default="gpt",
+        metavar="KIND",
+        help=f"{', '.join(ARCHITECTURES)}: this package's, or GPT-2's (gpt)",
+    )
+    for name, text in (
+        ("layers", "blocks"),
+        ("hidden", "width"),
+        ("heads", "of attention"),
+        ("seq", "tokens a sequence"),
+    ):
         add(f"--{name}", type=whole(name), required=True, metavar="N", help=text)
     add("--vocab", type=whole("vocab"), metavar="N", help="tokens (as many as --params leaves room for)")
-    add("--params", type=number("params"), metavar="P", help="parameters, such as 176e9: checked, or instead of --vocab")
-    add("--mlp-ratio", type=whole("mlp_ratio"), default=4, metavar="N", help="width of the MLP over that of the model (4)")
+    add(
+        "--params", type=number("params"), metavar="P", help="parameters, such as 176e9: checked, or instead of --vocab"
+    )
+    add(
+        "--mlp-ratio",
+        type=whole("mlp_ratio"),
+        default=4,
+        metavar="N",
+        help="width of the MLP over that of the model (4)",
+    )
     add("--dropout", type=number("dropout"), default=0.0, metavar="P", help="(0)")
     add("--untied", action="store_true", help="head and embedding are two matrices, as they always are in minigpt")
 
@@ -61,14 +79,24 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     )
     for name, value, text in speeds:
         what = bandwidth(name.replace("-", "_"))
-        add(f"--{name}", type=what, default=value, metavar="SPEED", help=f"{text}, such as 25GB/s ({value / 1e9:g}GB/s)")
-    add("--flops", type=per_second("flops"), default=usual.flops, metavar="N", help="a second, one device's peak (312e12)")
+        add(
+            f"--{name}", type=what, default=value, metavar="SPEED", help=f"{text}, such as 25GB/s ({value / 1e9:g}GB/s)"
+        )
+    add(
+        "--flops",
+        type=per_second("flops"),
+        default=usual.flops,
+        metavar="N",
+        help="a second, one device's peak (312e12)",
+    )
     reserve = f"share of the memory that is left to the allocator and libraries ({usual.reserve:g})"
     add("--reserve", type=number("reserve"), default=usual.reserve, metavar="X", help=reserve)
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("layout", "lists, separated by commas, to choose from; by default, all that is possible")
+    group = parser.add_argument_group(
+        "layout", "lists, separated by commas, to choose from; by default, all that is possible"
+    )
     add = group.add_argument
     add("--global-batch", type=whole("global_batch"), metavar="N", help=f"sequences a step ({SEQUENCES} a device)")
     for name in ("dp", "tp", "pp"):
@@ -76,9 +104,17 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--zero", type=names, default=tuple(map(str, ZERO_STAGES)), metavar="N,...", help="stages (0,1,2,3)")
     add("--precision", type=names, metavar="TYPE,...", help="(bfloat16; minigpt: float32)")
     add("--recompute", type=names, default=("no", "yes"), metavar="no,yes", help="blocks' activations (no,yes)")
-    add("--micro-batch", type=sizes("micro_batch"), default=MICRO_BATCHES, metavar="N,...", help="sequences (1,2,...,32)")
+    add(
+        "--micro-batch",
+        type=sizes("micro_batch"),
+        default=MICRO_BATCHES,
+        metavar="N,...",
+        help="sequences (1,2,...,32)",
+    )
     add("--schedule", type=names, default=("1f1b", "interleaved"), metavar="NAME,...", help="(1f1b,interleaved)")
-    stack = "megatron-2021: scores stored, no sequence parallelism, buckets, 16-bit sums; own: what this package does (own)"
+    stack = (
+        "megatron-2021: scores stored, no sequence parallelism, buckets, 16-bit sums; own: what this package does (own)"
+    )
     add("--stack", default="own", metavar="NAME", help=stack)
 
 
@@ -126,7 +162,9 @@ def model_of(args: argparse.Namespace) -> ModelShape:
         row = args.hidden * (1 if tied else 2)
         vocab = 1 + round((args.params - least.numel) / row) if abs(args.params) < 1e18 else 0
         if vocab < 1:
-            raise ValueError(f"params is {args.params:g}, but should be at least {least.numel:,}, those of the sizes without a vocabulary")
+            raise ValueError(
+                f"params is {args.params:g}, but should be at least {least.numel:,}, those of the sizes without a vocabulary"
+            )
         shape = ModelShape.of(args.architecture, ModelConfig(vocab=vocab, **given, **rest))
     if args.params is not None and not abs(args.params - shape.numel) <= NEAR * shape.numel:
         raise ValueError(f"params is {args.params:g}, but should be about {shape.numel:,}, those of the sizes")
@@ -150,8 +188,12 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
 def choices_of(args: argparse.Namespace) -> Choices:
     """What the search may choose from. ValueError for what no layout has."""
     precision = args.precision or (("float32",) if args.architecture == "minigpt" else ("bfloat16",))
-    checked = (("zero", args.zero, tuple(map(str, ZERO_STAGES))), ("precision", precision, PRECISIONS))
-    checked += (("recompute", args.recompute, ("no", "yes")), ("schedule", args.schedule, tuple(CHUNKS)))
+    checked = (
+        ("zero", args.zero, tuple(map(str, ZERO_STAGES))),
+        ("precision", precision, PRECISIONS),
+        ("recompute", args.recompute, ("no", "yes")),
+        ("schedule", args.schedule, tuple(CHUNKS)),
+    )
     for what, values, possible in checked:
         for value in values or ("",):
             require_one_of(what, value, possible)

@@ -27,8 +27,15 @@ def print_search(shape: ModelShape, cluster: Cluster, global_batch: int, found: 
     _say(console, f"{model}, {global_batch} sequences of {sizes.seq_len} tokens a step; {machines}")
     plans = found.feasible if every else best_of_each(found.feasible)
     if plans:
-        _say(console, f"\nLayouts that fit: {len(found.feasible)}, of {len(best_of_each(found.feasible))} (dp, tp, pp)", "bold")
-        _say(console, "memory and bytes sent: of the rank with most, a step; total: without what is gone when buffers come")
+        _say(
+            console,
+            f"\nLayouts that fit: {len(found.feasible)}, of {len(best_of_each(found.feasible))} (dp, tp, pp)",
+            "bold",
+        )
+        _say(
+            console,
+            "memory and bytes sent: of the rank with most, a step; total: without what is gone when buffers come",
+        )
         console.print(_table(console, plans[:top]))
     refused = sum(failure.count for failure in found.failures)
     _say(console, f"\nRefused: {refused}", "bold")
@@ -59,7 +66,14 @@ def _choice(plan: Plan) -> list[str]:
     recompute = "yes" if layout.recompute else "no"
     micro = f"{layout.micro_batches} x {plan.batch}"
     schedule = layout.schedule if layout.pp > 1 else "-"
-    return [*(str(getattr(layout, a)) for a in AXES), str(layout.zero_stage), layout.precision, recompute, micro, schedule]
+    return [
+        *(str(getattr(layout, a)) for a in AXES),
+        str(layout.zero_stage),
+        layout.precision,
+        recompute,
+        micro,
+        schedule,
+    ]
 
 
 def _held(memory: Memory) -> list[str]:

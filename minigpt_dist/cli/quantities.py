@@ -50,5 +50,9 @@ def told(nbytes: float) -> str:
     """Bytes in the largest decimal unit that leaves a figure before the point."""
     for unit in ("PB", "TB", "GB", "MB", "KB"):
         if nbytes >= UNITS[unit]:
-            return f"{nbytes / UNITS[unit]:.3g} {unit}" if nbytes < 999.5 * UNITS[unit] else f"{nbytes / UNITS[unit]:.0f} {unit}"
+            return (
+                f"{nbytes / UNITS[unit]:.3g} {unit}"
+                if nbytes < 999.5 * UNITS[unit]
+                else f"{nbytes / UNITS[unit]:.0f} {unit}"
+            )
     return f"{nbytes:.0f} B"

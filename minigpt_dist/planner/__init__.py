@@ -1,7 +1,7 @@
 """The planner: a model and a cluster in, layouts out, each with what it will hold, send and take.
 
-`shape` counts parameters and operations, `stages` cuts them over a pipeline, `memory`, `communication` and `duration` predict, `search` judges every
-layout, `saved` keeps one for `train --plan`. Needs no torch.
+`shape` counts parameters and operations, `stages` cuts them over a pipeline, `memory`, `communication` and `duration` predict, `search`
+judges every layout, `saved` keeps one for `train --plan`. Needs no torch.
 """
 
 from minigpt_dist.planner.cluster import Cluster

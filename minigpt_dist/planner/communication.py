@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from minigpt_dist.layout import Layout
 from minigpt_dist.planner.memory import boundary_bytes
 from minigpt_dist.planner.shape import ModelShape
-from minigpt_dist.planner.stages import Share, shares
-from minigpt_dist.planner.techniques import Techniques, element_bytes, master_bytes
+from minigpt_dist.planner.stages import Share, extremes
+from minigpt_dist.planner.techniques import OWN, Techniques, element_bytes, master_bytes
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,9 @@ class Communication:
         return asdict(self)
 
 
-def communication(
-    shape: ModelShape, layout: Layout, batch: int, techniques: Techniques = Techniques()
-) -> Communication:
+def communication(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques = OWN) -> Communication:
     """The pipeline rank that sends most; `batch` sequences a micro-batch. ValueError for more stages than blocks."""
-    found = [communication_of(share, shape, layout, batch, techniques) for share in shares(shape, layout)]
+    found = [communication_of(share, shape, layout, batch, techniques) for share in extremes(shape, layout)]
     return max(found, key=lambda each: each.total)
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from minigpt_dist.layout import CHUNKS, Layout
 from minigpt_dist.planner.cluster import HIDDEN, KERNEL_S, MATMUL, MEMORY, Cluster
-from minigpt_dist.planner.communication import communication_of, data_bytes, tensor_bytes
+from minigpt_dist.planner.communication import data_bytes, pipeline_bytes, tensor_bytes
 from minigpt_dist.planner.memory import boundary_bytes
 from minigpt_dist.planner.shape import ModelShape
-from minigpt_dist.planner.stages import Share, shares
-from minigpt_dist.planner.techniques import Techniques, element_bytes, master_bytes
+from minigpt_dist.planner.stages import Share, extremes
+from minigpt_dist.planner.techniques import OWN, Techniques, element_bytes, master_bytes
+
+KERNELS = 12  # of a block's forward, the elementwise ones fused
 
 
 @dataclass(frozen=True)
@@ -42,22 +44,15 @@ def bubble_fraction(layout: Layout) -> float:
     return (layout.pp - 1) / (chunks * layout.micro_batches)
 
 
-def duration(
-    shape: ModelShape, layout: Layout, batch: int, cluster: Cluster, techniques: Techniques = Techniques()
-) -> Duration:
+def duration(shape: ModelShape, layout: Layout, batch: int, cluster: Cluster, techniques: Techniques = OWN) -> Duration:
     """One step, paced by the pipeline rank whose micro-batch takes longest. ValueError for more stages than blocks."""
-    paced = [_busy(share, shape, layout, batch, cluster, techniques) for share in _kinds(shares(shape, layout))]
+    paced = [_busy(share, shape, layout, batch, cluster, techniques) for share in extremes(shape, layout)]
     compute, tp, pp, share = max(paced, key=lambda each: each[0] + each[1] + each[2])
     idle = bubble_fraction(layout) * (compute + tp + pp)
     sent = data_bytes(share.numel(shape, layout), layout, techniques) / cluster.bandwidth(layout, "dp")
     under = compute + tp if layout.zero_stage == 3 else 0.0
     exposed = max(sent - HIDDEN * under, (1 - HIDDEN) * sent) if under else sent
     return Duration(compute, exposed, tp, pp, idle, _update(share, shape, layout, cluster))
-
-
-def _kinds(all_shares: list[Share]) -> list[Share]:
-    """The first, one of the longest in the middle, and the last."""
-    return [*all_shares[:2], *all_shares[2:][-1:]]
 
 
 def _busy(
@@ -69,13 +64,11 @@ def _busy(
     block = block_seconds(shape, layout, batch, cluster, techniques)
     head = _products(shape.head_flops(batch), layout, cluster) if share.head else 0.0
     tp = tensor_bytes(share, shape, layout, batch, techniques) / cluster.bandwidth(layout, "tp")
-    pp = communication_of(share, shape, layout, batch, techniques).pp / cluster.bandwidth(layout, "pp")
+    pp = pipeline_bytes(share, shape, layout, batch, techniques) / cluster.bandwidth(layout, "pp")
     return M * (passes * share.blocks * block + 3 * head), tp, pp, share
 
 
-def block_seconds(
-    shape: ModelShape, layout: Layout, batch: int, cluster: Cluster, techniques: Techniques
-) -> float:
+def block_seconds(shape: ModelShape, layout: Layout, batch: int, cluster: Cluster, techniques: Techniques) -> float:
     """Forward of one block on one rank, exchanges left out."""
     weights = shape.block_numel(layout.tp) * element_bytes(layout.precision)
     moved = weights + elementwise_bytes(shape, layout, batch, techniques)
@@ -84,9 +77,6 @@ def block_seconds(
         + moved / (cluster.memory_bandwidth * MEMORY)
         + KERNELS * KERNEL_S
     )
-
-
-KERNELS = 12  # of a block's forward, the elementwise ones fused
 
 
 def _products(flops: int, layout: Layout, cluster: Cluster) -> float:

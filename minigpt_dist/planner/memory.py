@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 from minigpt_dist.layout import Layout
 from minigpt_dist.planner.shape import ModelShape
-from minigpt_dist.planner.stages import Share, shares
-from minigpt_dist.planner.techniques import Techniques, element_bytes, master_bytes
+from minigpt_dist.planner.stages import Share, extremes
+from minigpt_dist.planner.techniques import OWN, Techniques, element_bytes, master_bytes
 
 UNITS_IN_FLIGHT = 2  # under stage 3: the block at work, and the next one, which is being gathered
 
@@ -40,15 +40,10 @@ class Memory:
         return {**asdict(self), "total": self.total}
 
 
-def memory(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques = Techniques()) -> Memory:
+def memory(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques = OWN) -> Memory:
     """The pipeline rank that holds most; `batch` sequences a micro-batch. ValueError for more stages than blocks."""
-    found = [memory_of(share, shape, layout, batch, techniques) for share in _candidates(shares(shape, layout))]
+    found = [memory_of(share, shape, layout, batch, techniques) for share in extremes(shape, layout)]
     return max(found, key=lambda each: each.total)
-
-
-def _candidates(all_shares: list[Share]) -> list[Share]:
-    """Ranks between the second and the last hold as many blocks as the second, or fewer, of fewer micro-batches."""
-    return [*all_shares[:2], *all_shares[2:][-1:]]
 
 
 def memory_of(share: Share, shape: ModelShape, layout: Layout, batch: int, techniques: Techniques) -> Memory:
@@ -68,18 +63,20 @@ def memory_of(share: Share, shape: ModelShape, layout: Layout, batch: int, techn
 
 
 def _buffers(padded: int, piece: int, shape: ModelShape, layout: Layout, techniques: Techniques) -> int:
-    """What is alive between backward and the end of the step, and stage 3's units in flight.
+    """What is alive beside the state between backward and the end of the step, at the most, and stage 3's units in flight.
 
-    A 16-bit gradient is copied to the master's type and received into memory of its own, a bucket at a time; one of the master's type
-    is received into the parameters' own memory. Adam's denominator is one more vector of the slice.
+    Sum: a gradient narrower than the master is copied to the master's type and received into memory of its own; one of the master's type is
+    received into the parameters' memory. Update: what was received stays, and Adam's denominator is one more vector. Collect: a short
+    message is repeated for each receiver.
     """
-    element, master, N = element_bytes(layout.precision), master_bytes(layout.precision), layout.dp
+    e, master, N = element_bytes(layout.precision), master_bytes(layout.precision), layout.dp
     bucket = padded if techniques.bucket is None else min(techniques.bucket, padded)
-    units = UNITS_IN_FLIGHT * shape.block_numel(layout.tp) * element if layout.zero_stage == 3 else 0
-    if layout.zero_stage == 0:
-        return units + master * min(piece, bucket)
-    staged = 2 * master * bucket if element < master else 0 if N > 1 else master * bucket
-    return units + staged + master * min(piece, bucket)
+    units = UNITS_IN_FLIGHT * shape.block_numel(layout.tp) * e if layout.zero_stage == 3 else 0
+    copied = master * bucket if e < master else 0
+    received = master * bucket if layout.zero_stage and (e < master or N == 1) else 0
+    denominator = master * min(piece, bucket)
+    repeated = e * padded if layout.zero_stage and N > 1 and e * padded <= techniques.one_round_bytes else 0
+    return units + received + max(copied, denominator, repeated)
 
 
 def activations(share: Share, shape: ModelShape, layout: Layout, batch: int, techniques: Techniques) -> int:
@@ -109,18 +106,24 @@ def live_blocks(share: Share, layout: Layout) -> int:
         return M * share.blocks
     if chunks == 1:
         return min(pp - share.rank, M) * share.blocks
-    ahead = min(2 * (pp - share.rank - 1) + (chunks - 1) * pp + 1, M * chunks)
-    return _first_chunks(ahead, share, pp)
+    return _most_ahead(share, pp, M)
 
 
-def _first_chunks(ahead: int, share: Share, pp: int) -> int:
-    """Blocks in the first `ahead` chunks that an interleaved rank runs: groups of pp micro-batches through one chunk after the other."""
-    full, rest = divmod(ahead, pp * len(share.stages))
-    blocks = full * pp * share.blocks
-    for count in share.stages:
-        blocks += min(rest, pp) * count
-        rest -= min(rest, pp)
-    return blocks
+def _most_ahead(share: Share, pp: int, M: int) -> int:
+    """Most blocks that an interleaved rank holds: `ahead` forwards, then forward and backward in turns.
+
+    Groups of pp micro-batches pass through one chunk after the other, so that after one period all repeats.
+    """
+    chunks = len(share.stages)
+    period = pp * chunks
+    forwards = [share.stages[k % period // pp] for k in range(period)]
+    ahead = min(2 * (pp - share.rank - 1) + (chunks - 1) * pp, M * chunks)
+    live = most = sum(forwards[k % period] for k in range(ahead))
+    for k in range(min(period, M * chunks - ahead)):
+        live += forwards[(ahead + k) % period]
+        most = max(most, live)
+        live -= share.stages[chunks - 1 - k % period // pp]
+    return most
 
 
 def boundary_bytes(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques) -> int:
@@ -132,9 +135,10 @@ def boundary_bytes(shape: ModelShape, layout: Layout, batch: int, techniques: Te
 def block_bytes(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques) -> int:
     """What one block keeps for backward of one micro-batch, without recomputation.
 
-    34 bytes an element of b s h, and the scores, with dropout, 16 bits and one rank (Korthikanti et al. 2022, section 4.1). Tensor parallelism
-    alone does not cut the inputs and outputs of both LayerNorms with their statistics, and dropout's masks; it cuts queries, keys,
-    values, attention's output and scores, and the MLP's hidden vectors before and after GELU.
+    34 bytes an element of b s h, and the scores, with dropout, 16 bits and one rank (Korthikanti et al. 2022, section 4.1). Tensor
+    parallelism alone does not cut the inputs and outputs of both LayerNorms with their statistics, nor dropout's masks (a byte each, as
+    fused kernels keep them; torch's on a CPU are wider). It cuts queries, keys, values, attention's output and scores, and the MLP's
+    hidden vectors before and after GELU.
     """
     sizes, e, t = shape.sizes, element_bytes(layout.precision), layout.tp
     tokens = batch * sizes.seq_len

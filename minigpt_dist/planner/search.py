@@ -1,7 +1,7 @@
 """The search: every layout that a cluster could run, judged; what fits, fastest first, and why the others do not.
 
-Owns the enumeration and the order. A layout is refused where whatever is to carry it out would refuse it: by a ValueError of the project's one
-shape, whose subject is the reason.
+Owns the enumeration and the order. A layout is refused where whatever is to carry it out would refuse it: by a ValueError of the project's
+one shape, whose subject is the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minigpt_dist.planner.communication import Communication, communication
 from minigpt_dist.planner.duration import Duration, bubble_fraction, duration
 from minigpt_dist.planner.memory import Memory, memory
 from minigpt_dist.planner.shape import ModelShape
-from minigpt_dist.planner.techniques import Techniques
+from minigpt_dist.planner.techniques import OWN, Techniques
 from minigpt_dist.require import require
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # sequences in one
@@ -101,7 +101,7 @@ def search(
     cluster: Cluster,
     global_batch: int,
     choices: Choices = Choices(),
-    techniques: Techniques = Techniques(),
+    techniques: Techniques = OWN,
 ) -> Search:
     """Judge every layout; `global_batch` sequences a step."""
     found, failures = Search(), dict[str, Failure]()

@@ -49,7 +49,15 @@ def block_counts(blocks: int, stages: int, head: float) -> tuple[int, ...]:
 
 def shares(shape: ModelShape, layout: Layout) -> list[Share]:
     """What each pipeline rank holds, in rank order. ValueError for more stages than blocks."""
+    return [_share(shape, layout, rank) for rank in range(layout.pp)]
+
+
+def extremes(shape: ModelShape, layout: Layout) -> list[Share]:
+    """The first rank's share, the second's and the last's: those between hold no more than the second, of fewer micro-batches."""
+    return [_share(shape, layout, rank) for rank in sorted({0, min(1, layout.pp - 1), layout.pp - 1})]
+
+
+def _share(shape: ModelShape, layout: Layout, rank: int) -> Share:
     head = shape.head_flops(1) / shape.block_flops(1)
     counts = block_counts(shape.sizes.num_layers, layout.stages, head)
-    pp = layout.pp
-    return [Share(r, r == 0, counts[r::pp], r == pp - 1) for r in range(pp)]
+    return Share(rank, rank == 0, counts[rank :: layout.pp], rank == layout.pp - 1)

@@ -15,17 +15,22 @@ class Techniques:
     sequence_parallel: are the regions between tensor-parallel ones cut over the sequence (Korthikanti et al. 2022, "Reducing activation
         recomputation in large transformer models", section 4.2.2)?
     bucket: elements of gradient a message of the data axis; None: all at once.
+    one_round_bytes: up to how many an all-gather takes one round, for which a rank repeats its slice.
     sum_in_master: are gradients summed over ranks in the master copy's type? Else in their own.
     """
 
     fused_attention: bool = True
     sequence_parallel: bool = True
     bucket: int | None = None
+    one_round_bytes: int = 2**20  # parallel/collectives.py: ONE_ROUND_BYTES
     sum_in_master: bool = True
 
 
+OWN = Techniques()
 # What the large runs of 2021 and 2022 had: DeepSpeed's default bucket, no kernel of the kind that came after them.
-MEGATRON_2021 = Techniques(fused_attention=False, sequence_parallel=False, bucket=500_000_000, sum_in_master=False)
+MEGATRON_2021 = Techniques(
+    fused_attention=False, sequence_parallel=False, bucket=500_000_000, one_round_bytes=0, sum_in_master=False
+)
 
 
 def element_bytes(precision: str) -> int:
