@@ -58,7 +58,7 @@ _REFERENCE = {
     "model": ("model",),
     "corpus": ("corpus",),
     "broadcast": ("parallel.ddp",),
-    "optimizer": ("parallel.adam", "parallel.ddp", "parallel.exact", "parallel.flat", "parallel.zero"),
+    "optimizer": ("parallel.adam", "parallel.ddp", "parallel.exact", "parallel.flat", "parallel.stages", "parallel.zero"),
     "checkpoint": ("checkpoint",),
 }
 
