@@ -61,6 +61,8 @@ class Record:
     grad_norm: 2-norm of this rank's own gradient before any exchange. grad_sq: squared 2-norm of its slice of the mean gradient.
     param_norm: 2-norm over all parameters, summed in float64 in declaration order.
     params: name -> digest, parameters and buffers. optimizer: path -> digest of the state dict's leaves.
+    update_ratio: how far a sample of the parameters moved in this step, over its size. drift: which numbers are far from usual, and the
+    factor (`drift.py`).
     bytes: kind -> bytes held. collectives: what was called since the last record. tokens: ids read. seconds: by phase.
     """
 
@@ -76,6 +78,8 @@ class Record:
     collectives: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    update_ratio: float = math.nan
+    drift: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minigpt_dist.cli import profiling
 from minigpt_dist.cli.train import launched_ranks
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, number, one_of, seconds, whole
 from minigpt_dist.launch.client import prepare
@@ -42,8 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=whole("world_size"), default=WORLD_SIZE, metavar="N", help=f"ranks ({WORLD_SIZE})")
     add("--rounds", type=whole("rounds"), metavar="N", help="in each, every variant has a turn (by kind)")
     add("--steps", type=whole("steps"), metavar="N", help="step: a turn (by size)")
-    add("--json", type=Path, metavar="FILE", help="also write every round's seconds here")
+    add("--json", type=Path, metavar="FILE", help="also write every round's seconds here, or the profile")
     add("--strict", action="store_true", help="exit 1 if a goal is missed")
+    add("--profile", action="store_true", help="instead: the figures of one training run of --size")
+    add("--goals", type=Path, metavar="FILE", help="profile: TOML, [goals] with a line a figure; exit 1 if one is missed")
+    price = "profile: of all devices together, in any currency"
+    add("--price-per-hour", type=number("price_per_hour"), metavar="X", help=price)
     deadline = f"seconds a measurement may take ({DEADLINE_S:g})"
     add("--deadline", type=number("deadline"), default=DEADLINE_S, metavar="S", help=deadline)
 
@@ -52,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; 0, or with --strict 1 if a goal is missed."""
     _check(args)
     prepare()
+    if args.profile:
+        return profiling.run(args)
     from minigpt_dist.bench.machine import machine
     from minigpt_dist.cli.report import console as new_console
 
@@ -70,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     one_of("what", args.what, KINDS)
+    profiling.check(args)
     one_of("size", args.size, SIZES)
     seconds("deadline", args.deadline)
     try:

@@ -18,6 +18,7 @@ MODULES = {
     "verify": "minigpt_dist.cli.verify",
     "faults": "minigpt_dist.cli.faults",
     "diff": "minigpt_dist.cli.diff",
+    "plan": "minigpt_dist.cli.plan",
     "bench": "minigpt_dist.cli.bench",
     "report": "minigpt_dist.cli.run_report",
     "grade": "minigpt_dist.cli.grade",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from minigpt_dist.cli.planned import take_plan
 from minigpt_dist.cli.usage import UsageError, one_of, seconds
 from minigpt_dist.config import ModelConfig, TrainConfig
 
@@ -44,6 +45,8 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
         one_of("backend", args.backend, BACKENDS)
     deadline_s = seconds("deadline", args.deadline)
     given = _given(args)
+    if args.plan is not None:
+        take_plan(given, Path(args.plan))
     _take_launcher(given, launched_ranks)
     source = None if args.resume is None else Path(args.resume)
     try:

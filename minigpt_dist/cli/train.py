@@ -57,6 +57,7 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     add("--guard", metavar="KIND", help=guard)
     add("--spike", type=number("spike"), metavar="X", help=f"a loss above X times the last is bad ({run.spike:g})")
     add("--text", metavar="FILE", help="train on the bytes of a file, in place of the made corpus")
+    add("--plan", metavar="FILE", help="model, ranks and batch as `minigpt-dist plan --out FILE` has chosen them")
     add("--out", metavar="DIR", help="keep checkpoint, trace.jsonl and live metrics in this new folder")
     add("--resume", metavar="DIR", help="go on from the latest checkpoint of the run that was kept in DIR")
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minigpt_dist.parallel.collectives import Group, all_reduce_sum, world
 from minigpt_dist.parallel.ddp import require_same_on_all_ranks
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.stages.reducer import Reducer
 from minigpt_dist.parallel.stages.shard import Shard
 from minigpt_dist.parallel.stages.stage1 import Stage1
@@ -44,6 +45,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_).
         stage: of ZeRO, 1, 2 or 3. model: for stage 3, where the parameters are used, if `module` is not that.
         bucket_mb: for stages 2 and 3, MiB of gradients a message.
+        offload: where else than in the parameters' memory master copy and moments live; the same bits.
         reduction: "sum", or "exact": sums on a fixed grid that depend on no order (see `exact.py`). In exact mode gradients
             are summed over micro-batches and divided by their number over all ranks at the step, so do not divide the loss.
 
@@ -67,6 +69,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: int = 1,
         model: nn.Module | None = None,
         bucket_mb: float = 4.0,
+        offload: Offload | None = None,
     ) -> None:
         if (world_size, rank) != world(group):
             raise ValueError(
@@ -86,6 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.world_size, self.rank, self.group = world_size, rank, group
         self.stage, self._model = stage, model
         self._units: Units | None = None
+        self._offload = offload
         self._reducer = Reducer(int(bucket_mb * 2**20), group) if stage > 1 else None
         self.max_norm, self.exact = max_norm, reduction == "exact"
         self.micro_batches = 0
@@ -118,7 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for kind in kinds:
             alike = [p for p in new if (p.dtype, p.device) == kind]
             self._placed.update(map(id, alike))
-            self.shards.append(STAGES[self.stage](alike, self.world_size, self.rank, self.exact))
+            self.shards.append(STAGES[self.stage](alike, self.world_size, self.rank, self.exact, self._offload))
             self._attach(self.shards[-1])
 
     def _attach(self, shard: Shard) -> None:
