@@ -9,21 +9,11 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minigpt_dist.require import require, require_count, require_one_of
+
 DTYPES = ("float32", "float64", "bfloat16")
 REDUCTIONS = ("sum", "exact")
 GUARDS = ("off", "replay", "skip")
-
-
-def _require(condition: bool, what: str, observed: object, expected: str) -> None:
-    """Raise ValueError in the project's one message shape unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"{what} is {observed!r}, but should be {expected}")
-
-
-def require_count(what: str, value: object, least: int = 1) -> None:
-    """Raise ValueError unless `value` is an int (no bool) of at least `least`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and value >= least, what, value, f"a whole number of at least {least}")  # type: ignore[operator]  # whole implies int
 
 
 @dataclass(frozen=True)
@@ -42,13 +32,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab", "embed_dim", "num_heads", "num_layers", "seq_len", "mlp_ratio"):
             require_count(name, getattr(self, name))
-        _require(
+        require(
             self.embed_dim % self.num_heads == 0,
             "embed_dim",
             self.embed_dim,
             f"a multiple of num_heads ({self.num_heads})",
         )
-        _require(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "in [0, 1)")
+        require(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "in [0, 1)")
 
     def numel(self) -> int:
         """P: the number of parameters, in elements."""
@@ -97,22 +87,22 @@ class TrainConfig:
             require_count(name, getattr(self, name), least=0)
         for name in ("lr", "eps", "weight_decay", "checkpoint_minutes"):
             value = getattr(self, name)
-            _require(
+            require(
                 isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
                 name,
                 value,
                 "a finite number >= 0",
             )
-        _require(
+        require(
             len(self.betas) == 2 and all(0.0 <= b < 1.0 for b in self.betas),
             "betas",
             self.betas,
             "two numbers in [0, 1)",
         )
-        _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _require(self.guard in GUARDS, "guard", self.guard, f"one of {', '.join(GUARDS)}")
-        _require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
-        _require(self.reduction in REDUCTIONS, "reduction", self.reduction, f"one of {', '.join(REDUCTIONS)}")
+        require_one_of("dtype", self.dtype, DTYPES)
+        require_one_of("guard", self.guard, GUARDS)
+        require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
+        require_one_of("reduction", self.reduction, REDUCTIONS)
 
     @property
     def block_tokens(self) -> int:

@@ -24,6 +24,18 @@ def world(group: Group = None) -> tuple[int, int]:
     return dist.get_world_size(group), dist.get_rank(group)
 
 
+def subgroup(ranks: Sequence[int]) -> Group:
+    """A group of `ranks`, global and ascending, this one among them. Its members call it together; other ranks need not.
+
+    None, the world's own, where all ranks are in it. A rank alone gets a group of one, in which nothing is sent.
+    """
+    N, _ = world()
+    if len(ranks) == N:
+        return None
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
+
+
 def _communication_device(group: Group) -> torch.device:
     """Where tensors must live to be sent: NCCL moves only CUDA tensors."""
     if dist.get_backend(group) == "nccl":
