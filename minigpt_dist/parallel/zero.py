@@ -6,6 +6,7 @@ Leaves forward, backward and the moment of the step to the loop, and files to `c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
@@ -17,6 +18,8 @@ from minigpt_dist.parallel.collectives import Group, all_gather_slices, all_redu
 from minigpt_dist.parallel.ddp import require_same_on_all_ranks
 from minigpt_dist.parallel.exact import snap
 from minigpt_dist.parallel.flat import FlatBuffer
+from minigpt_dist.parallel.model_axis import ModelAxis
+from minigpt_dist.parallel.precision import LossScaler
 
 STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -167,6 +170,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_).
         reduction: "sum", or "exact": sums on a fixed grid that depend on no order (see `exact.py`). In exact mode gradients
             are summed over micro-batches and divided by their number over all ranks at the step, so do not divide the loss.
+        group: the ranks that train the same parameters on different data.
+        model_axis: the ranks of one replica, where the model itself is cut: norms and overflows are theirs together.
+        scaler: for float16, what the loss was multiplied by. If any rank's gradient is not finite, no rank's parameters change.
 
     Raises ValueError, on all ranks, before anything is exchanged: options out of range (as AdamW), wrong world size or rank,
     parameters that differ between ranks.
@@ -185,6 +191,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         reduction: str = "sum",
         group: Group = None,
+        model_axis: ModelAxis | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         if (world_size, rank) != world(group):
             raise ValueError(
@@ -196,6 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm is {max_norm}, but should be above 0, or None")
         self.world_size, self.rank, self.group = world_size, rank, group
         self.max_norm, self.exact = max_norm, reduction == "exact"
+        self.model_axis, self.scaler = model_axis, scaler
         self.micro_batches = 0
         self.last_grad_sq = 0.0
         self._placed: set[int] = set()  # ids of the parameters that the shards hold, and so keep alive
@@ -261,27 +270,59 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.fold()
         divisor = self.world_size * max(self.micro_batches, 1)
         grads = [shard.reduce(divisor, self.group) for shard in self.shards]
-        self._clip(grads)
-        group_of = {p: g for g in self.param_groups for p in g["params"]}
-        for shard, grad in zip(self.shards, grads, strict=True):
-            shard.update(grad, group_of)
+        if self._agreed_finite(grads):
+            self._clip(grads)
+            group_of = {p: g for g in self.param_groups for p in g["params"]}
+            for shard, grad in zip(self.shards, grads, strict=True):
+                shard.update(grad, group_of)
+        for shard in self.shards:
             shard.gather(self.group)
         return loss
 
+    def _agreed_finite(self, grads: list[Tensor]) -> bool:
+        """Take the loss scale out of the mean gradient; is it finite on all ranks? Without a scaler, nobody asks.
+
+        An overflow on one rank is an inf or a NaN in the sum, whose owner sees it.
+        """
+        if self.scaler is None:
+            return True
+        bad = torch.tensor(float(not self.scaler.unscale_(grads)), dtype=torch.float64)
+        finite = float(self._sum_over_all(bad)) == 0
+        self.scaler.update(finite)
+        self.last_grad_sq = self.last_grad_sq if finite else math.nan
+        return finite
+
+    def _sum_over_all(self, value: Tensor) -> Tensor:
+        """`value` summed over the data ranks, and over those of the replica if there are several."""
+        value = all_reduce_sum(value, self.group)
+        return value if self.model_axis is None else self.model_axis.sum(value)
+
     def _clip(self, grads: list[Tensor]) -> None:
         """Scale the mean gradient to `max_norm` by its norm over *all* slices, so that every rank scales alike."""
-        self.last_grad_sq = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in grads)
+        self.last_grad_sq = sum(
+            float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+            for shard, grad in zip(self.shards, grads, strict=True)
+            for part in self._counted(shard, grad)
+        )
         if self.max_norm is None:
             return
-        total = float(all_reduce_sum(torch.tensor(self.last_grad_sq, dtype=torch.float64), self.group).sqrt())
+        total = float(self._sum_over_all(torch.tensor(self.last_grad_sq, dtype=torch.float64)).sqrt())
         scale = min(self.max_norm / (total + 1e-6), 1.0)
         for grad in grads:
             grad.mul_(scale)
 
+    def _counted(self, shard: _Shard, grad: Tensor) -> list[Tensor]:
+        """The parts of a slice's gradient that count in the norm here: all of it, but for what another rank of the replica counts."""
+        if self.model_axis is None:
+            return [grad]
+        return [grad[lo:hi] for i, lo, hi in shard.owned if self.model_axis.counts(shard.flat.params[i])]
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}; all copies, plain data and tensors."""
+        """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}, and "scaler" if there is one; all copies, plain
+        data and tensors."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        return {"shards": [shard.state_dict() for shard in self.shards], "groups": groups}
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"shards": [shard.state_dict() for shard in self.shards], "groups": groups, **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave on the same rank of the same layout. ValueError if it is of another.
@@ -294,8 +335,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"state has {len(shards)} shards and {len(groups)} groups, "
                 f"but should have {len(self.shards)} and {len(self.param_groups)}"
             )
+        if (self.scaler is None) != ("scaler" not in state_dict):
+            seen, wanted = ("no", "one") if self.scaler else ("one", "none")
+            raise ValueError(f"state has {seen} loss scaler, but should have {wanted}")
         for shard, state in zip(self.shards, shards, strict=True):
             shard.load_state_dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({k: tuple(v) if k == "betas" else v for k, v in saved.items()})
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minigpt_dist.loss import HALVES
 from minigpt_dist.parallel.collectives import Group, all_reduce_max, all_reduce_sum
 from minigpt_dist.parallel.tensor.axis import TensorAxis
 from minigpt_dist.parallel.tensor.vocabulary import VocabSlice
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class _CrossEntropy(torch.autograd.Function):
