@@ -50,7 +50,12 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     add("--sequence-parallel", action="store_true", default=None, help="with --tp, cut the sequence outside of it too")
     add("--recompute", action="store_true", default=None, help="compute a block's activations again in backward")
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
-    add("--loss-scale", type=number("loss_scale"), metavar="X", help=f"float16: the first ({run.loss_scale:g}); it adapts")
+    add(
+        "--loss-scale",
+        type=number("loss_scale"),
+        metavar="X",
+        help=f"float16: the first ({run.loss_scale:g}); it adapts",
+    )
     add("--reduction", metavar="KIND", help=f"of gradients: {', '.join(REDUCTIONS)} ({run.reduction})")
     add(
         "--checkpoint-minutes",
