@@ -26,7 +26,7 @@ from minigpt_dist.parallel.recompute import recompute_blocks
 from minigpt_dist.parallel.zero import ZeroOptimizer
 
 OURS, PLAIN, TORCH = "ours (recompute)", "all activations kept", "torch.utils.checkpoint, not reentrant"
-GOALS = {PLAIN: 1.35}
+GOALS = {"medium": {PLAIN: 1.35}}  # a tiny model's step is the interpreter's time
 
 
 def _torchs(model: MiniGPT) -> MiniGPT:
@@ -61,8 +61,11 @@ def step_body(size: str, rounds: int, steps: int) -> tuple[Seconds, dict[str, in
 def compare_recompute(size: str, world_size: int, rounds: int, steps: int, deadline_s: float) -> Comparison:
     """Steps of all variants in turns: `rounds` rounds, `steps` steps a turn. The title has the bytes that each keeps."""
     ranks = run_world(step_body, world_size, size, rounds, steps, deadline_s=deadline_s)
-    kept = ", ".join(f"{name}: {nbytes:,}" for name, nbytes in ranks[0][1].items())
+    kept = ", ".join(f"{name} {ranks[0][1][name]:,}" for name in (PLAIN, OURS))  # torch's are out of a hook's sight
     title = f"Step with recomputation, {size}: P = {SIZES[size].numel():,}, {world_size} ranks, {rounds} rounds of {steps} steps"
     return Comparison(
-        f"{title}\npeak bytes kept for backward: {kept}", slowest([each for each, _ in ranks]), OURS, GOALS
+        f"{title}\npeak bytes kept for backward: {kept}",
+        slowest([each for each, _ in ranks]),
+        OURS,
+        GOALS.get(size, {}),
     )
