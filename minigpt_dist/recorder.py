@@ -64,9 +64,10 @@ class Recorder:
         self.model, self.optimizer, self.rank = model, optimizer, rank
         self.watch, self.known_storages, self.on_record = watch, known_storages, on_record
         self.full_parameters, self.last_step = full_parameters, last_step
+        self.scaler = getattr(optimizer, "scaler", None)
         self.records: list[Record] = []
         self._tokens: list[int] = []
-        self._grad_norm = math.nan
+        self._grad_norm = self._loss_scale = math.nan
         self._clock, self._talked = time.perf_counter(), 0.0
         self._seconds: dict[str, float] = {}
         self._drift, self._sample = Drift(), list[float]()
@@ -86,6 +87,9 @@ class Recorder:
     def backward_done(self, step: int) -> None:
         self._lap("forward_backward")
         self._grad_norm = norm_of(p.grad for p in self.model.parameters() if p.grad is not None)
+        if self.scaler is not None:
+            self._loss_scale = self.scaler.scale
+            self._grad_norm /= self._loss_scale
         self._clock = time.perf_counter()
 
     def updated(self, step: int, losses: list[float]) -> None:
@@ -118,6 +122,8 @@ class Recorder:
             grad_norm=self._grad_norm,
             grad_sq=float(getattr(self.optimizer, "last_grad_sq", math.nan)) if step else math.nan,
             param_norm=norm_of(params.values()),
+            loss_scale=self._loss_scale,
+            skipped=0 if self.scaler is None else self.scaler.skipped,
             params={name: digest(t) for name, t in [*params.items(), *self.model.named_buffers()]} if digests else {},
             optimizer=state_digests(self.optimizer.state_dict()) if digests else {},
             bytes=counted,
@@ -132,7 +138,8 @@ class Recorder:
         if self.on_record:
             self.on_record(record)
         ledger.clear()
-        self._tokens, self._seconds, self._grad_norm = [], {}, math.nan
+        self._tokens, self._seconds = [], {}
+        self._grad_norm = self._loss_scale = math.nan
         self._clock, self._talked = time.perf_counter(), 0.0
 
     def _moved(self, params: Iterable[Tensor]) -> float:

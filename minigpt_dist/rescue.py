@@ -19,15 +19,17 @@ Restore = Callable[[nn.Module, Any], int]
 class Rescue:
     """The guard of one rank's run.
 
+    gradients: are they looked at too? Not under a loss scale, where an overflow is expected, and skips the step by itself.
     go_back: puts the last good state back, and returns its step. skipped: places of batches to pass over, which grows in place.
     """
 
-    def __init__(self, guard: Guard, go_back: Restore, skipped: list[int]) -> None:
-        self.guard, self.go_back, self.skipped = guard, go_back, skipped
+    def __init__(self, guard: Guard, go_back: Restore, skipped: list[int], gradients: bool = True) -> None:
+        self.guard, self.go_back, self.skipped, self.gradients = guard, go_back, skipped, gradients
 
     def ask(self, model: nn.Module, losses: list[float]) -> None:
         """Send off this rank's mean loss, and whether all gradients are finite."""
-        self.guard.ask(sum(losses) / len(losses), (p.grad for p in model.parameters() if p.grad is not None))
+        looked_at = (p.grad for p in model.parameters() if p.grad is not None) if self.gradients else ()
+        self.guard.ask(sum(losses) / len(losses), looked_at)
 
     def answer(self, step: int, model: nn.Module, optimizer: Any) -> int:
         """The step to go on from: this one, or the last good one, restored."""

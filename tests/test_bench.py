@@ -114,7 +114,7 @@ def test_strict_exits_one_where_a_goal_is_missed(
 
 
 WRONG = {
-    "speed": "what is 'speed', but should be one of step, ddp, collectives, checkpoint, launch, all",
+    "speed": "what is 'speed', but should be one of step, ddp, recompute, collectives, checkpoint, launch, all",
     "step --size huge": "size is 'huge', but should be one of tiny, medium",
     "step --rounds 0": "rounds is 0, but should be a whole number of at least 1",
     "step --steps -1": "steps is -1, but should be a whole number of at least 1",

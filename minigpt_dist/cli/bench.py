@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "measure steps, checkpoints and launches beside their rivals, as ratios"
-KINDS, SIZES = ("step", "ddp", "collectives", "checkpoint", "launch", "all"), ("tiny", "medium")
+KINDS, SIZES = ("step", "ddp", "recompute", "collectives", "checkpoint", "launch", "all"), ("tiny", "medium")
 ROUNDS = {"tiny": 20, "medium": 10, "collectives": 10, "checkpoint": 8, "launch": 30}
 REDUCED_ROUNDS = {"tiny": 8, "medium": 4, "collectives": 4, "checkpoint": 4, "launch": 10}  # of `bench all`
 STEPS = {"tiny": 10, "medium": 1}  # a turn
@@ -37,7 +37,7 @@ NOTE = "Ratios travel to other machines, milliseconds do not."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", nargs="?", default="all", metavar="WHAT", help=f"{', '.join(KINDS)} at fewer rounds (all)")
-    add("--size", default="tiny", metavar="SIZE", help=f"step, ddp: the model, {' or '.join(SIZES)} (tiny)")
+    add("--size", default="tiny", metavar="SIZE", help=f"step, ddp, recompute: the model, {' or '.join(SIZES)} (tiny)")
     add("--megabytes", type=whole("megabytes"), default=MEGABYTES, metavar="N", help=f"checkpoint: 10^6 ({MEGABYTES})")
     add("--dir", type=Path, metavar="DIR", help="checkpoint: the disk to write to (temporary files)")
     add("--world-size", type=whole("world_size"), default=WORLD_SIZE, metavar="N", help=f"ranks ({WORLD_SIZE})")
@@ -100,6 +100,7 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     from minigpt_dist.bench.collectives import BYTES, compare_all_reduces
     from minigpt_dist.bench.data_parallel import compare_data_parallel
     from minigpt_dist.bench.launch import compare_launches
+    from minigpt_dist.bench.recompute import compare_recompute
     from minigpt_dist.bench.step import compare_steps
 
     usual = REDUCED_ROUNDS if args.what == "all" else ROUNDS
@@ -111,6 +112,9 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     if args.what in ("ddp", "all"):
         size = "medium" if args.what == "all" else args.size
         yield partial(compare_data_parallel, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
+    if args.what in ("recompute", "all"):
+        size = "medium" if args.what == "all" else args.size
+        yield partial(compare_recompute, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
     if args.what in ("collectives", "all"):
         for nbytes in BYTES:
             yield partial(compare_all_reduces, nbytes, N, rounds["collectives"], deadline_s)
