@@ -22,6 +22,9 @@ from minigpt_dist.verify.violation import STAGES
 # One or two of each file, none that has to be waited for.
 QUICK = (
     "broadcast-skips-buffers",
+    "ring-drops-the-remainder",
+    "warm-up-is-one-short",
+    "rank-0-decides-alone",
     "broadcast-tree-misses-the-odd-rank",
     "corpus-seeded-by-rank",
     "no-causal-mask",

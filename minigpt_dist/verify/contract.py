@@ -32,7 +32,13 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("ZeroOptimizer",),
     "ddp": ("DistributedDataParallel",),
     "checkpoint": ("save_sharded", "load_sharded"),
+    "collectives": ("ring_all_reduce", "reduce_scatter", "all_gather", "tree_broadcast"),
+    "pipeline": ("pipeline_schedule",),
+    "guard": ("should_roll_back",),
 }
+# Pieces that a submission is judged for only where they are asked of it by name: its own helpers may be called so, with other arguments.
+OPTIONAL = ("collectives", "pipeline", "guard")
+OWN_PREFIXES = ("fault:", "variant:")  # what the judge plants, it plants under these names
 OURS = "minigpt_dist"
 
 
@@ -62,6 +68,10 @@ class Implementation:
         if name not in self.names:
             raise MissingPieceError(f"{self.spec} has no {name}")
         return self.names[name]
+
+    def offers(self, slot: str) -> bool:
+        """Is it to be judged for this piece? It may still lack a name of it."""
+        return slot not in OPTIONAL or slot in self.slots or not _from_outside(self.spec)
 
     @property
     def ours(self) -> bool:
@@ -95,6 +105,8 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
         found.extras["finish"] = finish_function(module)
     own = importlib.import_module(OURS)
     for slot, names in SLOTS.items():
+        if slot in OPTIONAL and slot not in slots and _from_outside(spec):
+            continue
         theirs = not slots or slot in slots
         for name in names:
             value = getattr(module, name, None) if theirs else _own_piece(own, name)
@@ -107,6 +119,11 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     for name in found.extras.get("stood_in", ()):
         found.origins[f"import {name}"] = "not installed here: a stand-in that does nothing"
     return found
+
+
+def _from_outside(spec: str) -> bool:
+    """Is this neither the package nor one of the judge's plants?"""
+    return spec != OURS and not spec.startswith(OWN_PREFIXES)
 
 
 def _own_piece(own: ModuleType, name: str) -> Any:

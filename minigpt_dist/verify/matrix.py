@@ -28,6 +28,9 @@ FAMILIES = (
     "optimizer",
     "ddp",
     "checkpoint",
+    "collectives",
+    "pipeline",
+    "guard",
 )  # cheap and telling first; composed runs last
 Extent = Literal["quick", "promised", "pieces", "all"]
 PROVED_ELSEWHERE = {

@@ -22,6 +22,8 @@ STAGES = (
     "memory",
     "save",
     "load",
+    "schedule",
+    "guard",
 )
 
 
