@@ -15,6 +15,7 @@ from minigpt_dist.require import require, require_count, require_one_of
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 REDUCTIONS = ("sum", "exact")
 GUARDS = ("off", "replay", "skip")
+STAGES = (1, 2, 3)  # of ZeRO
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class TrainConfig:
     tp: ranks that share each layer of a replica (tensor parallelism); sequence_parallel: they cut the sequence outside of it too.
     recompute: blocks compute their activations again in backward. loss_scale: the first, for dtype
     "float16"; it changes by itself.
+    zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
     """
 
     world_size: int = 4
@@ -89,6 +91,7 @@ class TrainConfig:
     sequence_parallel: bool = False
     recompute: bool = False
     loss_scale: float = 2.0**16
+    zero_stage: int = 1
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
@@ -116,6 +119,7 @@ class TrainConfig:
         require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
         require_one_of("reduction", self.reduction, REDUCTIONS)
         require(self.world_size % self.tp == 0, "world_size", self.world_size, f"a multiple of tp ({self.tp})")
+        require_one_of("zero_stage", self.zero_stage, STAGES)
         self.layout.require_fits(self.model, self.world_size)
         even = not self.sequence_parallel or self.model.seq_len % self.tp == 0
         require(even, "seq_len", self.model.seq_len, f"a multiple of tp ({self.tp}), where the sequence is cut")
@@ -128,8 +132,14 @@ class TrainConfig:
     @property
     def layout(self) -> Layout:
         """How the run is spread over ranks."""
-        again, micros = self.recompute, self.micro_batches
-        return Layout(self.dp, self.tp, precision=self.dtype, recompute=again, micro_batches=micros)
+        return Layout(
+            self.dp,
+            self.tp,
+            zero_stage=self.zero_stage,
+            precision=self.dtype,
+            recompute=self.recompute,
+            micro_batches=self.micro_batches,
+        )
 
     @property
     def block_tokens(self) -> int:

@@ -46,7 +46,7 @@ def _own_optimizer(
     group: Group = None,
     model_axis: ModelAxis | None = None,
 ) -> ZeroOptimizer:
-    """ZeRO-1 over the data-parallel ranks of `group`, with a loss scale for float16."""
+    """ZeRO over the data-parallel ranks of `group`, with a loss scale for float16."""
     return ZeroOptimizer(
         module,
         world_size,
@@ -59,6 +59,7 @@ def _own_optimizer(
         group=group,
         model_axis=model_axis,
         scaler=LossScaler(config.loss_scale) if config.dtype == "float16" else None,
+        stage=config.zero_stage,
     )
 
 
@@ -72,6 +73,19 @@ def _own_load(folder: Path, world_size: int, rank: int) -> State:
     """Load at the same world size, or cut the saved shards anew for this one."""
     states: list[State] = load_resharded(folder, world_size)
     return states[rank]
+
+
+OURS = Pieces(
+    _own_model,
+    _own_corpus,
+    broadcast_parameters,
+    _own_optimizer,
+    _own_save,
+    _own_load,
+    gathered=lambda optimizer: optimizer.gathered(),
+    accumulating=lambda optimizer: optimizer.no_sync(),
+    gradients=lambda model, optimizer: optimizer.gradients(),
+)
 
 
 def _recomputing(pieces: Pieces) -> Pieces:
@@ -104,9 +118,6 @@ def _tensor_parallel(pieces: Pieces, config: TrainConfig) -> Pieces:
         loss=token_loss,
         full_parameters=whole,
     )
-
-
-OURS = Pieces(_own_model, _own_corpus, broadcast_parameters, _own_optimizer, _own_save, _own_load)
 
 
 def pieces_of(config: TrainConfig) -> Pieces:

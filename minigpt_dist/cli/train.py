@@ -49,6 +49,8 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
         add(_option(name), type=whole(name), metavar="N", help=text)
     add("--sequence-parallel", action="store_true", default=None, help="with --tp, cut the sequence outside of it too")
     add("--recompute", action="store_true", default=None, help="compute a block's activations again in backward")
+    stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
+    add("--zero", dest="zero_stage", type=whole("zero_stage"), metavar="STAGE", help=stages)
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
     add(
         "--loss-scale",
