@@ -165,4 +165,5 @@ def head_bytes(shape: ModelShape, layout: Layout, batch: int, techniques: Techni
     tokens = batch * sizes.seq_len
     spread = layout.tp if techniques.sequence_parallel else 1
     vocab = layout.padded_vocab(sizes.vocab) // layout.tp
-    return (2 * tokens * sizes.embed_dim + 2 * tokens) * e // spread + tokens * vocab * e + e
+    kept = (2 * tokens * sizes.embed_dim + 2 * tokens) * e // spread
+    return kept + (tokens * vocab + 1) * max(e, 4)  # the loss is float32 in half types
