@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ class Trace:
 
 def to_line(record: Record) -> str:
     """One record as one line of JSON."""
-    return json.dumps(asdict(record), sort_keys=True)
+    return json.dumps(vars(record), sort_keys=True)
 
 
 def read_trace(path: Path) -> Trace:

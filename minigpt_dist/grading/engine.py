@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from minigpt_dist.grading.answers import Answer, Unit
 from minigpt_dist.grading.crew import BrokenGraderError, Lane, OutOfTimeError, WorkerLostError
 from minigpt_dist.grading.grader import Order
-from minigpt_dist.grading.plan import Group, plan
+from minigpt_dist.grading.plan import Group, plan, unanswered
 from minigpt_dist.grading.rubric import Item, Rubric
 from minigpt_dist.grading.scoring import Offer, Scorer
 
@@ -84,16 +84,22 @@ def grade(
             lane.prepare()
         _inspect(run, order, lanes[0], limit)
         if not run.error:
-            scorer = Scorer(rubric, run.offer)
-            groups = plan(item for item in items if not item.is_contract and scorer.answerable(item))
-            waiting = [g for g in groups if any(u not in run.answers for u in g.units)]
-            queue = _Queue(run, waiting, changed)
-            _ask_all(queue, order, lanes, limit, budget_s)
+            for again in (False, True):
+                groups = _open(run, rubric, items, again)
+                _ask_all(_Queue(run, groups, changed), order, lanes, limit, budget_s)
         run.finished = True
     except BrokenGraderError as error:
         run.broken = str(error)
     finally:
         run.seconds += time.monotonic() - start
+
+
+def _open(run: Run, rubric: Rubric, items: Sequence[Item], again: bool) -> list[Group]:
+    """What is still to be asked: first whole groups, whose answers share runs, then what waited for the outcome of what it requires."""
+    scorer, results = Scorer(rubric, run.offer), Scorer(rubric, run.offer).results(run.answers)
+    asked = [i for i in items if not i.is_contract and scorer.answerable(i) and results[i.id].outcome != "skipped"]
+    left = unanswered(plan(asked), run.answers)
+    return left if again else [g for g in plan(asked) if g.name in {part.name for part in left}]
 
 
 def _inspect(run: Run, order: Order, lane: Lane, limit: float) -> None:
