@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Trace:
 
 def to_line(record: Record) -> str:
     """One record as one line of JSON."""
-    return json.dumps(asdict(record), sort_keys=True)
+    return json.dumps(vars(record), sort_keys=True)
 
 
 def read_trace(path: Path) -> Trace:
