@@ -42,6 +42,7 @@ def _own_optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank
         betas=config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
+        max_norm=config.max_norm or None,
         reduction=config.reduction,
         stage=config.zero_stage,
     )
