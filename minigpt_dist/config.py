@@ -67,6 +67,7 @@ class TrainConfig:
     recompute: blocks compute their activations again in backward. loss_scale: the first, for dtype
     "float16"; it changes by itself.
     zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
+    max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
     """
 
     world_size: int = 4
@@ -92,6 +93,7 @@ class TrainConfig:
     recompute: bool = False
     loss_scale: float = 2.0**16
     zero_stage: int = 1
+    max_norm: float = 0.0
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class TrainConfig:
         for name in ("seed", "checkpoint_step", "checkpoint_every", "max_rollbacks"):
             require_count(name, getattr(self, name), least=0)
         require(self.loss_scale >= 1, "loss_scale", self.loss_scale, "a finite number of at least 1")
-        for name in ("lr", "eps", "weight_decay", "checkpoint_minutes", "loss_scale"):
+        for name in ("lr", "eps", "weight_decay", "max_norm", "checkpoint_minutes", "loss_scale"):
             value = getattr(self, name)
             require(
                 isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,

@@ -55,6 +55,7 @@ def _own_optimizer(
         betas=config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
+        max_norm=config.max_norm or None,
         reduction=config.reduction,
         group=group,
         model_axis=model_axis,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from minigpt_dist.checkpoint import load_sharded
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.launch import World
-from minigpt_dist.parallel.clipping import GlobalNorm
 from minigpt_dist.parallel.collectives import subgroup
+from minigpt_dist.parallel.global_norm import GlobalNorm
 from minigpt_dist.parallel.model_axis import ModelAxis
 from minigpt_dist.parallel.precision import LossScaler
 from minigpt_dist.parallel.zero import ZeroOptimizer
@@ -94,8 +94,7 @@ class ClipsFirst(ZeroOptimizer):
     """Clips gradients that still have the scale in them."""
 
     def _agreed_finite(self, grads: list[Tensor]) -> bool:
-        if self.max_norm is not None:
-            self.norm.clip_(grads, self.norm.own_sq(self.shards, grads), self.max_norm)
+        self._clip(grads)
         return super()._agreed_finite(grads)
 
 

@@ -107,6 +107,44 @@ def test_stages_2_and_3_have_the_bits_of_stage_1_at_every_step(ranks: World, cas
         assert third == first
 
 
+def clipped_body(max_norm: float) -> list[Any]:
+    """Per stage: what one step's clipping reports, and the parameters after it."""
+    seen = []
+    for stage in (1, 2, 3):
+        model, zero = build(stage, torch.float64, max_norm=max_norm)
+        train(model, zero, range(1, 2))
+        with zero.gathered():
+            parameters = [p.detach().clone() for p in model.parameters()]
+        assert zero.clipping is not None
+        seen.append([zero.clipping.norm, zero.clipping.scale, str(zero.clipping), parameters])
+    return seen
+
+
+def clipped_by_torch_body(world_size: int, max_norm: float) -> list[Any]:
+    """The same on one process, by clip_grad_norm_ and AdamW: the norm before, and the parameters."""
+    model = Odd().double()
+    for rank in range(world_size):
+        draw = torch.Generator().manual_seed(100 + rank * 10)
+        ids = torch.randint(0, 12, (3, 5), generator=draw)
+        logits = model(ids, True).flatten(0, 1).float()
+        (nn.functional.cross_entropy(logits, ids.flatten()) / world_size).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0).step()
+    return [float(norm), list(model.parameters())]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_clipping_over_shards_is_that_of_one_process_and_reports_it(ranks: World, max_norm: float) -> None:
+    """Within float64's rounding; Adam magnifies it by at most lr/eps (1e-17 in a gradient, 1e-11 in a parameter)."""
+    ((norm, parameters),) = run_world(clipped_by_torch_body, 1, ranks.world_size, max_norm)
+    for seen in ranks.run(clipped_body, max_norm):
+        for found, scale, said, mine in seen:
+            assert found == pytest.approx(norm, rel=1e-7)  # logits are rounded to float32 on both sides
+            assert scale == min(max_norm / (found + 1e-6), 1.0)
+            assert said.startswith(f"gradient norm {found:.6g}, {'scaled' if scale < 1 else 'left'}")
+            assert all((a - b).abs().max() < 1e-8 for a, b in zip(mine, parameters, strict=True))
+
+
 def one_rank_body() -> list[list[Any]]:
     return [train(*build(stage), range(1, 3), odd_ranks="first") for stage in (1, 2)]
 

@@ -22,6 +22,7 @@ MODULES = {
     "bench": "minigpt_dist.cli.bench",
     "pipeline": "minigpt_dist.cli.pipeline",
     "memory": "minigpt_dist.cli.memory",
+    "memory-table": "minigpt_dist.cli.memory_table",
     "report": "minigpt_dist.cli.run_report",
     "grade": "minigpt_dist.cli.grade",
     "rubric": "minigpt_dist.cli.rubric",

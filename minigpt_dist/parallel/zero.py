@@ -15,9 +15,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from minigpt_dist.parallel.clipping import GlobalNorm
+from minigpt_dist.parallel.clipping import Clipping
 from minigpt_dist.parallel.collectives import Group, world
 from minigpt_dist.parallel.ddp import require_same_on_all_ranks
+from minigpt_dist.parallel.global_norm import GlobalNorm
 from minigpt_dist.parallel.model_axis import ModelAxis
 from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.precision import LossScaler
@@ -46,7 +47,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Args:
         module: the model, or an iterable of parameters or of parameter groups, equal on all ranks.
         world_size, rank: of `group` (default: the world); must be the real ones.
-        max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_).
+        max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_);
+            `clipping` says what became of the last step's.
         stage: of ZeRO, 1, 2 or 3. model: for stage 3, where the parameters are used, if `module` is not that.
         bucket_mb: for stages 2 and 3, MiB of gradients a message.
         offload: where else than in the parameters' memory master copy and moments live; the same bits.
@@ -104,6 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.norm, self.scaler = GlobalNorm(group, model_axis), scaler
         self.micro_batches = 0
         self.last_grad_sq = 0.0
+        self.clipping: Clipping | None = None  # of the last step, if there is a bound
         self._placed: set[int] = set()  # ids of the parameters that the shards hold, and so keep alive
         self._shards: list[Shard] | None = None  # None while the base class collects the groups
         params = module.parameters() if isinstance(module, nn.Module) else module
@@ -221,13 +224,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return finite
 
     def _update(self, grads: list[Tensor]) -> None:
-        """Clip the mean gradient by its norm over all slices, then AdamW on this rank's."""
-        self.last_grad_sq = self.norm.own_sq(self.shards, grads)
-        if self.max_norm is not None:
-            self.norm.clip_(grads, self.last_grad_sq, self.max_norm)
+        """AdamW on this rank's slices, after clipping."""
+        self._clip(grads)
         group_of = {p: g for g in self.param_groups for p in g["params"]}
         for shard, grad in zip(self.shards, grads, strict=True):
             shard.update(grad, group_of)
+
+    def _clip(self, grads: list[Tensor]) -> None:
+        """Scale the mean gradient to `max_norm` by its norm over *all* slices, so that every rank scales alike."""
+        self.last_grad_sq = self.norm.own_sq(self.shards, grads)
+        if self.max_norm is None:
+            return
+        self.clipping = Clipping(self.norm.sum(self.last_grad_sq) ** 0.5, self.max_norm)
+        for grad in grads:
+            grad.mul_(self.clipping.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}, and "scaler" if there is one; all copies, plain
