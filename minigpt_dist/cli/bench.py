@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="also write every round's seconds here, or the profile")
     add("--strict", action="store_true", help="exit 1 if a goal is missed")
     add("--profile", action="store_true", help="instead: the figures of one training run of --size")
-    add("--goals", type=Path, metavar="FILE", help="profile: TOML, [goals] with a line a figure; exit 1 if one is missed")
+    add(
+        "--goals",
+        type=Path,
+        metavar="FILE",
+        help="profile: TOML, [goals] with a line a figure; exit 1 if one is missed",
+    )
     price = "profile: of all devices together, in any currency"
     add("--price-per-hour", type=number("price_per_hour"), metavar="X", help=price)
     deadline = f"seconds a measurement may take ({DEADLINE_S:g})"
@@ -56,9 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0, or with --strict 1 if a goal is missed."""
     _check(args)
+    goals = profiling.goals_of(args) if args.profile else {}
     prepare()
     if args.profile:
-        return profiling.run(args)
+        return profiling.run(args, goals)
     from minigpt_dist.bench.machine import machine
     from minigpt_dist.cli.report import console as new_console
 
