@@ -9,11 +9,13 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minigpt_dist.layout import Layout
 from minigpt_dist.require import require, require_count, require_one_of
 
 DTYPES = ("float32", "float64", "bfloat16")
 REDUCTIONS = ("sum", "exact")
 GUARDS = ("off", "replay", "skip")
+STAGES = (1, 2, 3)  # of ZeRO
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class TrainConfig:
     guard: what becomes of a step whose loss or gradients are not finite on any rank, or whose loss is above `spike` times the
     last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
     batches again or pass over the bad one.
+    zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
     """
 
     world_size: int = 4
@@ -78,6 +81,7 @@ class TrainConfig:
     guard: str = "off"
     max_rollbacks: int = 3
     spike: float = 2.0
+    zero_stage: int = 1
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
@@ -103,6 +107,15 @@ class TrainConfig:
         require_one_of("guard", self.guard, GUARDS)
         require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
         require_one_of("reduction", self.reduction, REDUCTIONS)
+        require_one_of("zero_stage", self.zero_stage, STAGES)
+        self.layout.require_fits(self.model, self.world_size)
+
+    @property
+    def layout(self) -> Layout:
+        """How the run is spread over its ranks."""
+        return Layout(
+            dp=self.world_size, zero_stage=self.zero_stage, precision=self.dtype, micro_batches=self.micro_batches
+        )
 
     @property
     def block_tokens(self) -> int:

@@ -48,6 +48,11 @@ def live_tensors() -> list[Tensor]:
     ]  # a sparse tensor has no storage of its own
 
 
+def live_bytes() -> int:
+    """Bytes of the storages behind every tensor of `live_tensors`, each storage once."""
+    return held(live_tensors())
+
+
 def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str, int]:
     """Bytes by kind: params, grads, buffers, and `optimizer`: all else that is alive and not in `known`.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class Recorder:
     """Collects one Record a step; `watch` chooses what is looked at beyond loss, norms, tokens and times.
 
     `on_record` is called with each record as soon as it is complete (a live metrics file, a progress bar).
-    `full_parameters` collects the parameters of a model that shards them; it runs on all ranks at once, unrecorded.
+    `full_parameters` collects the parameters of a model that shards them, and may count on being called inside of `gathered`; both
+    run on all ranks at once, unrecorded.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class Recorder:
         last_step: int = 0,
         on_record: Callable[[Record], object] | None = None,
         full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = whole_parameters,
+        gathered: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model, self.optimizer, self.rank = model, optimizer, rank
         self.watch, self.known_storages, self.on_record = watch, known_storages, on_record
         self.full_parameters, self.last_step = full_parameters, last_step
+        self.gathered = gathered
         self.records: list[Record] = []
         self._tokens: list[int] = []
         self._grad_norm = math.nan
@@ -85,7 +89,8 @@ class Recorder:
 
     def backward_done(self, step: int) -> None:
         self._lap("forward_backward")
-        self._grad_norm = norm_of(p.grad for p in self.model.parameters() if p.grad is not None)
+        own = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self._grad_norm = norm_of(own) if own else math.nan  # none are left where backward itself exchanges them
         self._clock = time.perf_counter()
 
     def updated(self, step: int, losses: list[float]) -> None:
@@ -105,21 +110,19 @@ class Recorder:
 
     def _append(self, step: int, loss: float) -> None:
         calls = ledger.entries() if "collectives" in self.watch else []
-        digests = "digests" in self.watch
         counted = (
             census(self.model, self.known_storages) if "bytes" in self.watch and self._is_counted(step) else {}
         )  # before parameters are collected
-        params = self.parameters()
-        ratio = self._moved(params.values())
+        norm, ratio, params = self._look_at_parameters()
         record = Record(
             step=step,
             rank=self.rank,
             loss=loss,
             grad_norm=self._grad_norm,
             grad_sq=float(getattr(self.optimizer, "last_grad_sq", math.nan)) if step else math.nan,
-            param_norm=norm_of(params.values()),
-            params={name: digest(t) for name, t in [*params.items(), *self.model.named_buffers()]} if digests else {},
-            optimizer=state_digests(self.optimizer.state_dict()) if digests else {},
+            param_norm=norm,
+            params=params,
+            optimizer=state_digests(self.optimizer.state_dict()) if "digests" in self.watch else {},
             bytes=counted,
             collectives=calls,
             tokens=self._tokens,
@@ -150,13 +153,19 @@ class Recorder:
     def _flag(self, record: Record) -> None:
         """Note in the record which of its numbers are far from usual."""
         numbers = {"loss": record.loss, "update_ratio": record.update_ratio}
-        if hasattr(
-            self.optimizer, "last_grad_sq"
-        ):  # of the mean, and there whatever becomes of the gradients themselves
+        if hasattr(self.optimizer, "last_grad_sq"):  # of the mean, and there where no gradient is left
             numbers["grad_norm"] = math.sqrt(record.grad_sq)
         elif not math.isnan(record.grad_norm):
             numbers["grad_norm"] = record.grad_norm
         record.drift.update(self._drift.flags(numbers))
+
+    def _look_at_parameters(self) -> tuple[float, float, dict[str, str]]:
+        """Their norm, how far they have moved, and the digests of parameters and buffers, if these are watched."""
+        with self.gathered():
+            params = self.parameters()
+            named = [*params.items(), *self.model.named_buffers()] if "digests" in self.watch else []
+            digests = {name: digest(t) for name, t in named}
+            return norm_of(params.values()), self._moved(params.values()), digests
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, on every rank. All ranks call it together."""

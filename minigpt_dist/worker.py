@@ -43,6 +43,7 @@ def _own_optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank
         eps=config.eps,
         weight_decay=config.weight_decay,
         reduction=config.reduction,
+        stage=config.zero_stage,
     )
 
 
@@ -58,7 +59,17 @@ def _own_load(folder: Path, world_size: int, rank: int) -> State:
     return states[rank]
 
 
-OURS = Pieces(_own_model, _own_corpus, broadcast_parameters, _own_optimizer, _own_save, _own_load)
+OURS = Pieces(
+    _own_model,
+    _own_corpus,
+    broadcast_parameters,
+    _own_optimizer,
+    _own_save,
+    _own_load,
+    gathered=lambda optimizer: optimizer.gathered(),
+    accumulating=lambda optimizer: optimizer.no_sync(),
+    gradients=lambda model, optimizer: optimizer.gradients(),
+)
 
 
 def rank_body(

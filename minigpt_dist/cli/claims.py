@@ -23,7 +23,18 @@ if TYPE_CHECKING:
 # is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
 FREE_FOR_FALL = (
-    *("world_size", "steps", "seed", "micro_batches", "dtype", "reduction", "guard", "max_rollbacks", "spike"),
+    *(
+        "world_size",
+        "steps",
+        "seed",
+        "micro_batches",
+        "dtype",
+        "reduction",
+        "guard",
+        "max_rollbacks",
+        "spike",
+        "zero_stage",
+    ),
     *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
 )
 
@@ -92,7 +103,9 @@ def optimizer_share(config: TrainConfig) -> tuple[int, str]:
     P, N = config.model.numel(), config.world_size
     element = 24 if config.dtype == "float64" else 12  # master and moments are float32 but for float64 parameters
     share, rule = zero1_bytes(P, N, element), f"{element}P/N with P = {P}, N = {N}"
-    if config.reduction == "exact":  # gradients of all micro-batches are summed in float64, before they are cut
+    if (
+        config.reduction == "exact" and config.zero_stage == 1
+    ):  # summed in float64 over micro-batches, before they are cut
         share, rule = share + 8 * N * -(-P // N), f"{rule}, and 8P of the exact sum"
     return share, rule
 

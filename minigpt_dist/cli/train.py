@@ -45,6 +45,8 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     }
     for name, text in helps.items():
         add(_option(name), type=whole(name), metavar="N", help=text)
+    stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
+    add("--zero", dest="zero_stage", type=whole("zero_stage"), metavar="STAGE", help=stages)
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
     add("--reduction", metavar="KIND", help=f"of gradients: {', '.join(REDUCTIONS)} ({run.reduction})")
     add(

@@ -41,7 +41,7 @@ class Bucket:
         if p.grad is None:
             return
         grad, p.grad = p.grad.detach(), None
-        self._part(i).add_(snap(grad) if self.shard.exact else grad)  # added to 0.0: minus zero marks the absent
+        torch.add(snap(grad) if self.shard.exact else grad, 0.0, out=self._part(i))  # no -0.0: it marks the absent
         self.shard.use(i)
         self.missing.discard(i)
 
@@ -57,7 +57,7 @@ class Bucket:
 
     def _full(self) -> Tensor:
         if self._vector is None:
-            self._vector = torch.zeros(self.hi - self.lo, dtype=self.shard.sum_dtype, device=self.shard.flat.device)
+            self._vector = torch.empty(self.hi - self.lo, dtype=self.shard.sum_dtype, device=self.shard.flat.device)
         return self._vector
 
     def _part(self, i: int) -> Tensor:

@@ -63,15 +63,18 @@ class Segment:
         self.shard, self.params, self.indices = shard, flat.params[first:last], range(first, last)
         self.lo, self.hi = flat.offsets[first], flat.offsets[last - 1] + flat.numels[last - 1]
         self.cuts = flat.cuts(self.lo, self.hi)
-        self._full = torch.empty(self.hi - self.lo, dtype=flat.dtype, device=flat.device)
-        self._views = [
-            v.view(p.shape)
-            for v, p in zip(self._full.split([p.numel() for p in self.params]), self.params, strict=True)
-        ]
         self._freed = [shard.nothing.expand(p.shape) for p in self.params]
         self._coming: Callable[[], None] | None = None
-        self.whole = False
+        self._make_vector()
         self._let_go()
+
+    def _make_vector(self) -> None:
+        """A vector without memory, and each parameter's view of it."""
+        flat = self.shard.flat
+        self._full = torch.empty(self.hi - self.lo, dtype=flat.dtype, device=flat.device)
+        parts = self._full.split([p.numel() for p in self.params])
+        self._views = [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+        self._full.untyped_storage().resize_(0)
 
     def start(self, group: Group) -> None:
         """Start to gather, unless that has been started; all ranks together."""
@@ -115,4 +118,8 @@ class Segment:
         self.whole = False
         for p, freed in zip(self.params, self._freed, strict=True):
             p.data = freed
-        self._full.untyped_storage().resize_(0)
+        storage = self._full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:  # numpy has seen it: whoever still looks at it keeps it
+            self._make_vector()
