@@ -61,6 +61,7 @@ class TrainConfig:
     last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
     batches again or pass over the bad one.
     zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
+    offload: where the optimizer's shard lives: "none" is with the parameters, "memory" the host's, "disk" a file. The numbers are the same.
     """
 
     world_size: int = 4
@@ -82,6 +83,7 @@ class TrainConfig:
     max_rollbacks: int = 3
     spike: float = 2.0
     zero_stage: int = 1
+    offload: str = "none"
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
@@ -114,7 +116,11 @@ class TrainConfig:
     def layout(self) -> Layout:
         """How the run is spread over its ranks."""
         return Layout(
-            dp=self.world_size, zero_stage=self.zero_stage, precision=self.dtype, micro_batches=self.micro_batches
+            dp=self.world_size,
+            zero_stage=self.zero_stage,
+            precision=self.dtype,
+            offload=self.offload,
+            micro_batches=self.micro_batches,
         )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from minigpt_dist.corpus import make_corpus, read_text
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.collectives import exchange, world
 from minigpt_dist.parallel.ddp import broadcast_parameters
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.zero import ZeroOptimizer
 from minigpt_dist.runner import Pieces, State, Worker
 
@@ -33,7 +35,10 @@ def _own_corpus(config: TrainConfig) -> Tensor:
     return make_corpus(config.seed, config.total_tokens, config.model.vocab)
 
 
-def _own_optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> ZeroOptimizer:
+def _own_optimizer(
+    module: nn.Module, config: TrainConfig, world_size: int, rank: int, folder: Path | None = None
+) -> ZeroOptimizer:
+    """`folder`: on whose disk offloaded state is put."""
     return ZeroOptimizer(
         module,
         world_size,
@@ -44,6 +49,7 @@ def _own_optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank
         weight_decay=config.weight_decay,
         reduction=config.reduction,
         stage=config.zero_stage,
+        offload=None if config.offload == "none" else Offload(config.offload, folder),
     )
 
 
@@ -76,7 +82,8 @@ def rank_body(
     config: dict[str, Any], folder: str, resume: bool, watch: list[str], device: str, source: str | None = None
 ) -> dict[str, Any]:
     """What `launch` runs on each rank for this package's own pieces: plain data in, plain data out."""
-    worker = Worker(TrainConfig.from_dict(config), Path(folder), OURS, resume, frozenset(watch), device)
+    pieces = replace(OURS, optimizer=partial(_own_optimizer, folder=Path(folder)))
+    worker = Worker(TrainConfig.from_dict(config), Path(folder), pieces, resume, frozenset(watch), device)
     worker.source = None if source is None else Path(source)
     return worker.run()
 

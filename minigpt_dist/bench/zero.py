@@ -12,8 +12,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from minigpt_dist.bench.interleave import Seconds, interleaved
+from minigpt_dist.bench.comparison import Comparison
+from minigpt_dist.bench.interleave import Seconds, interleaved, slowest
 from minigpt_dist.bench.step import FSDP2, LR, SIZES, Step, fsdp2, optimizer_step, own_batch
+from minigpt_dist.launch import run_world
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.collectives import barrier, world
 from minigpt_dist.parallel.zero import ZeroOptimizer

@@ -34,6 +34,7 @@ FREE_FOR_FALL = (
         "max_rollbacks",
         "spike",
         "zero_stage",
+        "offload",
     ),
     *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
 )
@@ -107,6 +108,8 @@ def optimizer_share(config: TrainConfig) -> tuple[int, str]:
         config.reduction == "exact" and config.zero_stage == 1
     ):  # summed in float64 over micro-batches, before they are cut
         share, rule = share + 8 * N * -(-P // N), f"{rule}, and 8P of the exact sum"
+    if config.offload != "none":
+        rule = f"{rule}, offloaded to {config.offload}"
     return share, rule
 
 
