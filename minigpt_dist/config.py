@@ -68,6 +68,7 @@ class TrainConfig:
     "float16"; it changes by itself.
     zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
     max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
+    offload: where the optimizer's shard lives: "none" is with the parameters, "memory" the host's, "disk" a file. The numbers are the same.
     """
 
     world_size: int = 4
@@ -94,6 +95,7 @@ class TrainConfig:
     loss_scale: float = 2.0**16
     zero_stage: int = 1
     max_norm: float = 0.0
+    offload: str = "none"
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
@@ -140,6 +142,7 @@ class TrainConfig:
             zero_stage=self.zero_stage,
             precision=self.dtype,
             recompute=self.recompute,
+            offload=self.offload,
             micro_batches=self.micro_batches,
         )
 

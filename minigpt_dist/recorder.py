@@ -160,20 +160,19 @@ class Recorder:
     def _flag(self, record: Record) -> None:
         """Note in the record which of its numbers are far from usual."""
         numbers = {"loss": record.loss, "update_ratio": record.update_ratio}
-        if hasattr(
-            self.optimizer, "last_grad_sq"
-        ):  # of the mean, and there whatever becomes of the gradients themselves
+        if hasattr(self.optimizer, "last_grad_sq"):  # of the mean, and there where no gradient is left
             numbers["grad_norm"] = math.sqrt(record.grad_sq)
         elif not math.isnan(record.grad_norm):
             numbers["grad_norm"] = record.grad_norm
         record.drift.update(self._drift.flags(numbers))
 
     def _look_at_parameters(self) -> tuple[float, float, dict[str, str]]:
-        """Their norm, how far they moved, and the digests of parameters and buffers, if these are watched."""
+        """Their norm, how far they have moved, and the digests of parameters and buffers, if these are watched."""
         with self.gathered():
             params = self.parameters()
             named = [*params.items(), *self.model.named_buffers()] if "digests" in self.watch else []
-            return norm_of(params.values()), self._moved(params.values()), {name: digest(t) for name, t in named}
+            digests = {name: digest(t) for name, t in named}
+            return norm_of(params.values()), self._moved(params.values()), digests
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, on every rank. All ranks call it together."""

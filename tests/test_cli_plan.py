@@ -77,9 +77,10 @@ def test_a_saved_plan_trains(saved: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_run_takes_every_number_of_its_plan(saved: Path) -> None:
     parser = Parser()
     train.add_arguments(parser)
-    layout = {"precision": "bfloat16", "micro_batches": 3}
+    layout = {"precision": "bfloat16", "micro_batches": 3, "zero_stage": 3, "offload": "disk"}
     config = read_settings(parser.parse_args(["--plan", edited(saved, **layout, batch=5, seq_len=8)]), None).config
     assert (config.world_size, config.micro_batches, config.batch, config.dtype) == (2, 3, 5, "bfloat16")
+    assert (config.zero_stage, config.offload) == (3, "disk")
     assert (config.model.seq_len, config.model.tie_head) == (8, False)
 
 
@@ -87,7 +88,7 @@ def test_a_run_takes_every_number_of_its_plan(saved: Path) -> None:
     "changes, line",
     [
         ({"pp": 2}, "pp of the plan is 2, but should be 1, which is what train carries out"),
-        ({"offload": "disk"}, "offload of the plan is 'disk', but should be 'none', which is what train carries out"),
+        ({"zero_stage": 0}, "zero_stage is 0, but should be one of 1, 2, 3"),
         ({"precision": "float8"}, "precision is 'float8', but should be one of "),
         ({"architecture": "gpt"}, "architecture is 'gpt', but should be 'minigpt', the one that train has"),
         ({"architecture": "rnn"}, "architecture is 'rnn', but should be one of minigpt, gpt"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minigpt_dist.launch import RankError, run_world
+from minigpt_dist.config import TrainConfig
+from minigpt_dist.launch import LaunchError, RankError, run_world
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel import offload
@@ -19,6 +23,7 @@ from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.offload import Offload, OffloadedState, ResidentState
 from minigpt_dist.parallel.zero import ZeroOptimizer
 from minigpt_dist.trace import state_digests
+from minigpt_dist.worker import rank_body, resized
 
 OPTIONS = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 NAMES = ("master", "exp_avg", "exp_avg_sq")
@@ -180,3 +185,64 @@ def test_a_full_disk_is_an_error_when_the_state_is_made(tmp_path: Path) -> None:
 def test_another_place_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Offload(*arguments)
+
+
+RUN = TrainConfig(world_size=2, steps=6, checkpoint_step=2, batch=2, offload="disk")
+
+
+def killed_body(config: dict[str, Any], folder: str) -> None:
+    """A run whose rank 1 is killed in the middle of the update of step 4, with a chunk half written."""
+    original, updates = OffloadedState._write, []
+
+    def write(self: OffloadedState, lo: int, hi: int, chunk: list[Tensor]) -> list[Tensor]:
+        updates.append(lo)
+        if world()[1] == 1 and len(updates) == 4:
+            self.master[lo : (lo + hi) // 2].copy_(chunk[0][: (lo + hi) // 2 - lo])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, lo, hi, chunk)
+
+    OffloadedState._write = write  # type: ignore[method-assign]  # this process alone
+    rank_body(config, folder, False, ["digests"], "cpu")
+
+
+def digests(config: TrainConfig, folder: Path, resume: bool = False) -> dict[int, list[Any]]:
+    """Step -> what the ranks' parameters and optimizer were."""
+    results = run_world(rank_body, config.world_size, config.to_dict(), str(folder), resume, ["digests"], "cpu")
+    records = [record for result in results for record in result["records"]]
+    return {s: [(r["params"], r["optimizer"]) for r in records if r["step"] == s] for s in range(7) if s or not resume}
+
+
+@pytest.mark.slow
+def test_a_crash_in_an_update_leaves_the_last_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    whole.mkdir()
+    crashed.mkdir()
+    unbroken = digests(RUN, whole)
+    with pytest.raises(LaunchError, match="rank 1"):
+        run_world(killed_body, 2, RUN.to_dict(), str(crashed))
+    assert sorted(p.name for p in crashed.iterdir()) == [
+        "latest",
+        "metrics-rank0.jsonl",
+        "metrics-rank1.jsonl",
+        "step-00000002",
+    ]
+    assert digests(RUN, crashed, resume=True)[6] == unbroken[6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_run_has_the_bytes_of_one_that_keeps_its_state(where: str, stage: int, tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    config = replace(RUN, zero_stage=stage, offload=where, checkpoint_step=0)
+    assert digests(config, there) == digests(replace(config, offload="none"), here)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_offloaded_state_goes_on_without_and_on_other_ranks(tmp_path: Path) -> None:
+    exact = replace(RUN, reduction="exact")
+    there = digests(exact, tmp_path)
+    again = digests(replace(resized(exact, 1), offload="none"), tmp_path, resume=True)
+    assert again[6][0][0] == there[6][0][0]

@@ -15,6 +15,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+WARM_UP = 2  # steps that no figure is taken from: memory is allocated, connections are made
 MEMORY = ("params", "grads", "optimizer", "buffers")
 
 

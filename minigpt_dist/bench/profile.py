@@ -9,14 +9,12 @@ import math
 import tempfile
 from collections.abc import Sequence
 
-from minigpt_dist.bench.goals import MEMORY
+from minigpt_dist.bench.goals import MEMORY, WARM_UP
 from minigpt_dist.bench.step import LR, SIZES
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.launch import run_world
 from minigpt_dist.trace import Record, Trace, merge
 from minigpt_dist.worker import rank_body
-
-WARM_UP = 2  # steps left out: memory is allocated, connections are made
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -67,9 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0, or with --strict 1 if a goal is missed."""
     _check(args)
+    goals = profiling.goals_of(args) if args.profile else {}
     prepare()
     if args.profile:
-        return profiling.run(args)
+        return profiling.run(args, goals)
     from minigpt_dist.bench.machine import machine
     from minigpt_dist.cli.report import console as new_console
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from minigpt_dist.bench.goals import FIGURES, WARM_UP, met, read_goals
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 STEPS = {"tiny": 100, "medium": 20}
 
@@ -27,9 +33,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def goals_of(args: argparse.Namespace) -> dict[str, float]:
-    """The goals that the options name; none where there is no file."""
-    from minigpt_dist.bench.goals import read_goals
-
+    """The goals that the options name; none where there is no file. UsageError for what is wrong with them, or with the steps."""
+    steps = _steps(args)
+    if steps <= WARM_UP:
+        raise UsageError(f"steps is {steps}, but should be above {WARM_UP}, which warm up")
     if args.goals is None:
         return {}
     try:
@@ -43,19 +50,19 @@ def goals_of(args: argparse.Namespace) -> dict[str, float]:
     return goals
 
 
-def run(args: argparse.Namespace) -> int:
+def _steps(args: argparse.Namespace) -> int:
+    steps: int = STEPS[args.size] if args.steps is None else args.steps
+    return steps
+
+
+def run(args: argparse.Namespace, goals: Mapping[str, float]) -> int:
     """Train, print the figures; 0, or 1 if a goal is missed."""
-    goals = goals_of(args)
-    steps = args.steps or STEPS[args.size]
-    from minigpt_dist.bench.goals import met
     from minigpt_dist.bench.machine import machine
-    from minigpt_dist.bench.profile import WARM_UP, profile_of, train_profiled
+    from minigpt_dist.bench.profile import profile_of, train_profiled
     from minigpt_dist.cli.report import console as new_console
     from minigpt_dist.cli.report import say
 
-    if steps <= WARM_UP:
-        raise UsageError(f"steps is {steps}, but should be above {WARM_UP}, which warm up")
-    console, here = new_console(), machine()
+    console, here, steps = new_console(), machine(), _steps(args)
     with console.status("training"):
         figures = profile_of(train_profiled(args.size, args.world_size, steps, args.deadline), args.price_per_hour)
     missed = [name for name, goal in goals.items() if not met(name, figures[name], goal)]
@@ -67,18 +74,12 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_VIOLATED if missed else EXIT_OK
 
 
-def _table(console: object, figures: Mapping[str, float], goals: Mapping[str, float], missed: list[str]) -> object:
-    from rich.console import Console
-
-    from minigpt_dist.bench.goals import FIGURES
+def _table(console: Console, figures: Mapping[str, float], goals: Mapping[str, float], missed: Sequence[str]) -> Table:
     from minigpt_dist.cli.report import table
 
-    assert isinstance(console, Console)
     made = table(console, "figure", "name in a goals file", "measured", "goal", "", left=2)
     made.columns[-1].justify = "left"
-    for figure in FIGURES:
-        if figure.name not in figures:
-            continue
+    for figure in (figure for figure in FIGURES if figure.name in figures):
         goal, mark = "", ""
         if figure.name in goals:
             goal = f"{'<=' if figure.most else '>='} {_number(goals[figure.name])}"

@@ -14,6 +14,7 @@ from minigpt_dist.cli.settings import BACKENDS, DEVICES, read_settings
 from minigpt_dist.cli.usage import number, pair, whole
 from minigpt_dist.config import DTYPES, GUARDS, REDUCTIONS, ModelConfig, TrainConfig
 from minigpt_dist.launch.client import prepare
+from minigpt_dist.layout import OFFLOADS
 
 NAME = "train"
 HELP = "train the tiny GPT on 4 ranks and prove the composition: loss, norms, bytes, resume"
@@ -51,6 +52,7 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     add("--recompute", action="store_true", default=None, help="compute a block's activations again in backward")
     stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
     add("--zero", dest="zero_stage", type=whole("zero_stage"), metavar="STAGE", help=stages)
+    add("--offload", metavar="WHERE", help=f"the optimizer's shard: {', '.join(OFFLOADS)} ({run.offload})")
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
     add(
         "--loss-scale",
