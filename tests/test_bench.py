@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minigpt_dist.bench import collectives, data_parallel, launch, step
+from minigpt_dist.bench import collectives, data_parallel, launch, recompute, step
 from minigpt_dist.bench.comparison import Comparison
 from minigpt_dist.bench.interleave import interleaved, slowest
 from minigpt_dist.cli import bench
@@ -89,6 +89,15 @@ def test_our_wrapper_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str
     assert command("ddp --world-size 2 --rounds 2 --steps 1") == EXIT_OK
     found = rows(capsys.readouterr().out, "Data-parallel step, tiny: P = 29,824, 2 ranks, 2 rounds of 1 steps")
     assert found[data_parallel.TORCH][-3:-1] == ["<=", "1.05"]
+
+
+def test_recomputation_is_measured_beside_the_plain_step_and_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("recompute --world-size 2 --rounds 2 --steps 1") == EXIT_OK
+    out = capsys.readouterr().out
+    found = rows(out, "Step with recomputation, tiny: P = 29,824, 2 ranks, 2 rounds of 1 steps")
+    assert list(found) == [recompute.PLAIN, recompute.OURS, recompute.TORCH]
+    kept = out.partition("at most: ")[2].splitlines()[0].replace(",", "").split()
+    assert int(kept[3]) > int(kept[6])
 
 
 def test_all_reduces_are_measured_at_every_size_with_a_goal_for_the_large(capsys: pytest.CaptureFixture[str]) -> None:
