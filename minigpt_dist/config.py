@@ -15,6 +15,7 @@ from minigpt_dist.require import require, require_count, require_one_of
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 REDUCTIONS = ("sum", "exact")
 GUARDS = ("off", "replay", "skip")
+STAGES = (1, 2, 3)  # of ZeRO
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class TrainConfig:
     guard: what becomes of a step whose loss or gradients are not finite on any rank, or whose loss is above `spike` times the
     last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
     batches again or pass over the bad one.
+    zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
+    max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
     tp: ranks that share each layer of a replica (tensor parallelism); sequence_parallel: they cut the sequence outside of it too.
     recompute: blocks compute their activations again in backward. loss_scale: the first, for dtype
     "float16"; it changes by itself.
@@ -85,6 +88,8 @@ class TrainConfig:
     guard: str = "off"
     max_rollbacks: int = 3
     spike: float = 2.0
+    zero_stage: int = 1
+    max_norm: float = 0.0
     tp: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
@@ -97,7 +102,7 @@ class TrainConfig:
         for name in ("seed", "checkpoint_step", "checkpoint_every", "max_rollbacks"):
             require_count(name, getattr(self, name), least=0)
         require(self.loss_scale >= 1, "loss_scale", self.loss_scale, "a finite number of at least 1")
-        for name in ("lr", "eps", "weight_decay", "checkpoint_minutes", "loss_scale"):
+        for name in ("lr", "eps", "weight_decay", "max_norm", "checkpoint_minutes", "loss_scale"):
             value = getattr(self, name)
             require(
                 isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
@@ -115,6 +120,7 @@ class TrainConfig:
         require_one_of("guard", self.guard, GUARDS)
         require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
         require_one_of("reduction", self.reduction, REDUCTIONS)
+        require_one_of("zero_stage", self.zero_stage, STAGES)
         require(self.world_size % self.tp == 0, "world_size", self.world_size, f"a multiple of tp ({self.tp})")
         self.layout.require_fits(self.model, self.world_size)
         even = not self.sequence_parallel or self.model.seq_len % self.tp == 0
@@ -127,9 +133,15 @@ class TrainConfig:
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread over ranks."""
-        again, micros = self.recompute, self.micro_batches
-        return Layout(self.dp, self.tp, precision=self.dtype, recompute=again, micro_batches=micros)
+        """How the run is spread over its ranks."""
+        return Layout(
+            dp=self.dp,
+            tp=self.tp,
+            zero_stage=self.zero_stage,
+            precision=self.dtype,
+            recompute=self.recompute,
+            micro_batches=self.micro_batches,
+        )
 
     @property
     def block_tokens(self) -> int:

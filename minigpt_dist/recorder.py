@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class Recorder:
     """Collects one Record a step; `watch` chooses what is looked at beyond loss, norms, tokens and times.
 
     `on_record` is called with each record as soon as it is complete (a live metrics file, a progress bar).
-    `full_parameters` collects the parameters of a model that shards them; it runs on all ranks at once, unrecorded.
+    `full_parameters` collects the parameters of a model that shards them, and may count on being called inside of `gathered`; both
+    run on all ranks at once, unrecorded.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class Recorder:
         last_step: int = 0,
         on_record: Callable[[Record], object] | None = None,
         full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = whole_parameters,
+        gathered: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model, self.optimizer, self.rank = model, optimizer, rank
         self.watch, self.known_storages, self.on_record = watch, known_storages, on_record
         self.full_parameters, self.last_step = full_parameters, last_step
         self.scaler = getattr(optimizer, "scaler", None)
+        self.gathered = gathered
         self.records: list[Record] = []
         self._tokens: list[int] = []
         self._grad_norm = self._loss_scale = math.nan
@@ -74,7 +78,8 @@ class Recorder:
 
     def backward_done(self, step: int) -> None:
         self._lap("forward_backward")
-        self._grad_norm = norm_of(p.grad for p in self.model.parameters() if p.grad is not None)
+        own = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self._grad_norm = norm_of(own) if own else math.nan  # none are left where backward itself exchanges them
         if self.scaler is not None:
             self._loss_scale = self.scaler.scale
             self._grad_norm /= self._loss_scale
@@ -95,22 +100,21 @@ class Recorder:
 
     def _append(self, step: int, loss: float) -> None:
         calls = ledger.entries() if "collectives" in self.watch else []
-        digests = "digests" in self.watch
         counted = (
             census(self.model, self.known_storages) if "bytes" in self.watch and self._is_counted(step) else {}
         )  # before parameters are collected
-        params = self.parameters()
+        norm, params = self._look_at_parameters()
         record = Record(
             step=step,
             rank=self.rank,
             loss=loss,
             grad_norm=self._grad_norm,
             grad_sq=float(getattr(self.optimizer, "last_grad_sq", math.nan)) if step else math.nan,
-            param_norm=norm_of(params.values()),
+            param_norm=norm,
             loss_scale=self._loss_scale,
             skipped=0 if self.scaler is None else self.scaler.skipped,
-            params={name: digest(t) for name, t in [*params.items(), *self.model.named_buffers()]} if digests else {},
-            optimizer=state_digests(self.optimizer.state_dict()) if digests else {},
+            params=params,
+            optimizer=state_digests(self.optimizer.state_dict()) if "digests" in self.watch else {},
             bytes=counted,
             collectives=calls,
             tokens=self._tokens,
@@ -123,6 +127,13 @@ class Recorder:
         self._tokens, self._seconds = [], {}
         self._grad_norm = self._loss_scale = math.nan
         self._clock = time.perf_counter()
+
+    def _look_at_parameters(self) -> tuple[float, dict[str, str]]:
+        """Their norm, and the digests of parameters and buffers, if these are watched."""
+        with self.gathered():
+            params = self.parameters()
+            named = [*params.items(), *self.model.named_buffers()] if "digests" in self.watch else []
+            return norm_of(params.values()), {name: digest(t) for name, t in named}
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, on every rank. All ranks call it together."""

@@ -7,7 +7,9 @@ to `worker.py` (this package's own) and to the judge (another implementation's):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from minigpt_dist.memory import baseline
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.mesh import coordinates_of
 from minigpt_dist.recorder import ALL, Recorder, whole_parameters
-from minigpt_dist.rescue import Rescue, place
+from minigpt_dist.rescue import Rescue, place, whole_gradients
 from minigpt_dist.trace import Record, state_digests, to_line
 
 State = dict[str, Any]
@@ -51,6 +53,15 @@ class Pieces:
     full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = (
         whole_parameters  # collected, where they are sharded
     )
+    gathered: Callable[[Any], AbstractContextManager[object]] = (
+        nullcontext  # of the optimizer: a model that can be read and loaded inside
+    )
+    accumulating: Callable[[Any], AbstractContextManager[object]] = (
+        nullcontext  # of the optimizer: all backwards of a step but the last run inside
+    )
+    gradients: Callable[[nn.Module, Any], Iterable[Tensor]] = lambda model, optimizer: whole_gradients(
+        model
+    )  # what a rank holds of them
 
 
 def capture(step: int, model: nn.Module, optimizer: Any) -> State:
@@ -102,7 +113,7 @@ class Worker:
         self.corpus = self.pieces.corpus(config).to(self.device)
         if config.guard != "off":  # made before memory is counted
             guard = Guard(config.spike, config.max_rollbacks, config.guard)
-            self.rescue = Rescue(guard, self._go_back, self.skipped, gradients=config.dtype != "float16")
+            self.rescue = Rescue(guard, self._go_back, self.skipped)
         train(
             model,
             config.steps,
@@ -134,7 +145,8 @@ class Worker:
     def _put_back(self, state: State, model: nn.Module, optimizer: Any) -> int:
         """Restore a state of this run, and what its data had passed over by then; the step it was taken at."""
         self.skipped[:] = sorted({*self.skipped, *state.get("skipped", [])})
-        return restore_state(state, model, optimizer)
+        with self.pieces.gathered(optimizer):
+            return restore_state(state, model, optimizer)
 
     def _batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of one step. Dropout's stream is a function of seed, step and place in the global batch."""
@@ -144,17 +156,19 @@ class Worker:
                 torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + seat)
             x, y = read_batch(self.corpus, self.config, place(step, self.skipped) - 1, self.replica, m)
             self.recorder.batch(x)
+            self._last = m == self.config.micro_batches - 1
             yield x, y
 
     def _backward(self, loss: Tensor, optimizer: Any) -> None:
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
             loss = scaler.scaled(loss)
-        if self.config.reduction == "exact":
-            loss.backward()
-            optimizer.fold()
-        else:
-            (loss / self.config.micro_batches).backward()
+        with nullcontext() if self._last else self.pieces.accumulating(optimizer):
+            if self.config.reduction == "exact":
+                loss.backward()
+                optimizer.fold()
+            else:
+                (loss / self.config.micro_batches).backward()
         self.pieces.after_backward(self.model)
 
     def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:
@@ -167,7 +181,8 @@ class Worker:
 
     def _write(self, step: int, model: nn.Module, optimizer: Any) -> State:
         """Write a checkpoint of this run; the state that it holds."""
-        state = capture(step, model, optimizer)
+        with self.pieces.gathered(optimizer):
+            state = capture(step, model, optimizer)
         if self.skipped:
             state["skipped"] = list(self.skipped)
         self.pieces.save(state, self.folder, step, self.config)
@@ -177,6 +192,7 @@ class Worker:
         self.cadence = Cadence(self.config.checkpoint_every, self.config.checkpoint_minutes)
         if self.rescue is None:
             return Unguarded()
+        self.rescue.gradients = lambda model: self.pieces.gradients(model, optimizer)
         self._write(self.recorder.records[0].step, model, optimizer)
         return self.rescue
 
@@ -196,6 +212,7 @@ class Worker:
             last_step=self.config.steps,
             on_record=self._log,
             full_parameters=self.pieces.full_parameters,
+            gathered=partial(self.pieces.gathered, optimizer),
         )
         return self.recorder
 

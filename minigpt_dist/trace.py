@@ -59,7 +59,8 @@ class Record:
     """One rank at one step; `step` counts completed updates, so step 0 is the state before training.
 
     loss: this rank's mean over its micro-batches, nats a token; nan at step 0.
-    grad_norm: 2-norm of this rank's own gradient before any exchange. grad_sq: squared 2-norm of its slice of the mean gradient.
+    grad_norm: 2-norm of this rank's own gradient before any exchange; nan where it is exchanged as it arises.
+    grad_sq: squared 2-norm of this rank's slice of the mean gradient.
     param_norm: 2-norm over all parameters, summed in float64 in declaration order.
     params: name -> digest, parameters and buffers. optimizer: path -> digest of the state dict's leaves.
     loss_scale: what the step's loss was multiplied by; nan without a scale. skipped: steps left out for an overflow, in the run so far.

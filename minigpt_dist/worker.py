@@ -55,7 +55,9 @@ def _own_optimizer(
         betas=config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
+        max_norm=config.max_norm or None,
         reduction=config.reduction,
+        stage=config.zero_stage,
         group=group,
         model_axis=model_axis,
         scaler=LossScaler(config.loss_scale) if config.dtype == "float16" else None,
@@ -106,7 +108,17 @@ def _tensor_parallel(pieces: Pieces, config: TrainConfig) -> Pieces:
     )
 
 
-OURS = Pieces(_own_model, _own_corpus, broadcast_parameters, _own_optimizer, _own_save, _own_load)
+OURS = Pieces(
+    _own_model,
+    _own_corpus,
+    broadcast_parameters,
+    _own_optimizer,
+    _own_save,
+    _own_load,
+    gathered=lambda optimizer: optimizer.gathered(),
+    accumulating=lambda optimizer: optimizer.no_sync(),
+    gradients=lambda model, optimizer: () if optimizer.scaler else optimizer.gradients(),  # overflows are the scaler's
+)
 
 
 def pieces_of(config: TrainConfig) -> Pieces:

@@ -217,6 +217,20 @@ def test_recomputation_changes_no_bit_of_a_run_with_dropout(run: Any) -> None:
     assert [[r["params"] for r in rank] for rank in plain] == [[r["params"] for r in rank] for rank in again]
 
 
+@pytest.mark.slow  # a run each
+@pytest.mark.parametrize(
+    "changes", [{"recompute": True}, {"reduction": "exact"}, {"max_norm": 0.3}, {"dtype": "float16"}], ids=str
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_stages_2_and_3_along_the_data_axis_have_the_bits_of_stage_1(
+    run: Any, stage: int, changes: dict[str, Any]
+) -> None:
+    first, _ = run(sequence_parallel=True, **{**changes, "recompute": False})
+    other, _ = run(sequence_parallel=True, zero_stage=stage, **changes)
+    assert [[r["params"] for r in rank] for rank in first] == [[r["params"] for r in rank] for rank in other]
+    assert [[r["optimizer"] for r in rank] for rank in first] == [[r["optimizer"] for r in rank] for rank in other]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

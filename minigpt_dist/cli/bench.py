@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "measure steps, checkpoints and launches beside their rivals, as ratios"
-KINDS, SIZES = ("step", "ddp", "recompute", "collectives", "checkpoint", "launch", "all"), ("tiny", "medium")
+KINDS = ("step", "ddp", "zero", "recompute", "collectives", "checkpoint", "launch", "all")
+SIZES = ("tiny", "medium")
 ROUNDS = {"tiny": 20, "medium": 10, "collectives": 10, "checkpoint": 8, "launch": 30}
 REDUCED_ROUNDS = {"tiny": 8, "medium": 4, "collectives": 4, "checkpoint": 4, "launch": 10}  # of `bench all`
 STEPS = {"tiny": 10, "medium": 1}  # a turn
@@ -36,7 +37,12 @@ NOTE = "Ratios travel to other machines, milliseconds do not."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", nargs="?", default="all", metavar="WHAT", help=f"{', '.join(KINDS)} at fewer rounds (all)")
-    add("--size", default="tiny", metavar="SIZE", help=f"step, ddp, recompute: the model, {' or '.join(SIZES)} (tiny)")
+    add(
+        "--size",
+        default="tiny",
+        metavar="SIZE",
+        help=f"step, ddp, zero, recompute: the model, {' or '.join(SIZES)} (tiny)",
+    )
     add("--megabytes", type=whole("megabytes"), default=MEGABYTES, metavar="N", help=f"checkpoint: 10^6 ({MEGABYTES})")
     add("--dir", type=Path, metavar="DIR", help="checkpoint: the disk to write to (temporary files)")
     add("--world-size", type=whole("world_size"), default=WORLD_SIZE, metavar="N", help=f"ranks ({WORLD_SIZE})")
@@ -60,8 +66,10 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="minigpt-dist-", dir=args.dir) as folder:
         for measure in _measurements(args, Path(folder)):
             with console.status("measuring"):
-                found.append(measure())
-            _print_comparison(console, found[-1])
+                made = measure()
+            found += made if isinstance(made, list) else [made]
+            for each in made if isinstance(made, list) else [made]:
+                _print_comparison(console, each)
     if args.json is not None:
         text = json.dumps({"machine": here, "comparisons": [each.to_dict() for each in found]}, indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
@@ -86,7 +94,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("bench is one of a launcher's ranks, but should be started alone: it starts ranks itself")
 
 
-def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[], Comparison]]:
+def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[], Comparison | list[Comparison]]]:
     """What was asked for, each to be called in its turn."""
     from minigpt_dist.bench.checkpoint import compare_checkpoints
     from minigpt_dist.bench.collectives import BYTES, compare_all_reduces
@@ -94,6 +102,7 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     from minigpt_dist.bench.launch import compare_launches
     from minigpt_dist.bench.recompute import compare_recompute
     from minigpt_dist.bench.step import compare_steps
+    from minigpt_dist.bench.zero import compare_stages
 
     usual = REDUCED_ROUNDS if args.what == "all" else ROUNDS
     rounds = {kind: args.rounds or usual[kind] for kind in usual}
@@ -104,6 +113,9 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     if args.what in ("ddp", "all"):
         size = "medium" if args.what == "all" else args.size
         yield partial(compare_data_parallel, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
+    if args.what in ("zero", "all"):
+        size = "medium" if args.what == "all" else args.size
+        yield partial(compare_stages, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
     if args.what in ("recompute", "all"):
         size = "medium" if args.what == "all" else args.size
         yield partial(compare_recompute, size, N, rounds[size], args.steps or STEPS[size], deadline_s)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
 FREE_FOR_FALL = (
-    *("tp", "sequence_parallel", "recompute"),
     *("world_size", "steps", "seed", "micro_batches", "dtype", "reduction", "guard", "max_rollbacks", "spike"),
+    *("zero_stage", "tp", "sequence_parallel", "recompute"),
     *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
 )
 
@@ -95,7 +95,9 @@ def optimizer_share(config: TrainConfig) -> tuple[int, str]:
     share, rule = zero1_bytes(P, N, element), f"{element}P/N with P = {P}, N = {N}"
     if config.tp > 1:
         rule += f": of the model's {config.model.numel()}, what one of {config.tp} tensor-parallel ranks holds, over {N} replicas"
-    if config.reduction == "exact":  # gradients of all micro-batches are summed in float64, before they are cut
+    if (
+        config.reduction == "exact" and config.zero_stage == 1
+    ):  # summed in float64 over micro-batches, before they are cut
         share, rule = share + 8 * N * -(-P // N), f"{rule}, and 8P of the exact sum"
     return share, rule
 

@@ -19,6 +19,7 @@ MODULES = {
     "faults": "minigpt_dist.cli.faults",
     "diff": "minigpt_dist.cli.diff",
     "bench": "minigpt_dist.cli.bench",
+    "memory": "minigpt_dist.cli.memory",
     "report": "minigpt_dist.cli.run_report",
     "grade": "minigpt_dist.cli.grade",
     "rubric": "minigpt_dist.cli.rubric",

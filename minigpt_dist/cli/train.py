@@ -47,6 +47,8 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     }
     for name, text in helps.items():
         add(_option(name), type=whole(name), metavar="N", help=text)
+    stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
+    add("--zero", dest="zero_stage", type=whole("zero_stage"), metavar="STAGE", help=stages)
     add("--sequence-parallel", action="store_true", default=None, help="with --tp, cut the sequence outside of it too")
     add("--recompute", action="store_true", default=None, help="compute a block's activations again in backward")
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
@@ -81,6 +83,12 @@ def _add_model(add: Callable[..., object], model: ModelConfig) -> None:
 def _add_optimizer(add: Callable[..., object], run: TrainConfig) -> None:
     for name in ("lr", "eps", "weight_decay"):
         add(_option(name), type=number(name), metavar="X", help=f"({getattr(run, name):g})")
+    add(
+        "--max-norm",
+        type=number("max_norm"),
+        metavar="X",
+        help="clip the gradient's norm over all parameters and ranks to X",
+    )
     add("--betas", type=pair("betas"), metavar="X,Y", help="({:g},{:g})".format(*run.betas))
 
 
