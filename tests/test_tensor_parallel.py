@@ -216,17 +216,18 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def operator_body(name: str) -> tuple[Tensor, Tensor]:
-    """(2, 4) numbers of this rank there, and as many of its own, weighted by place and rank, back."""
+def operator_body(name: str) -> tuple[Tensor, ...]:
+    """(2, 4) numbers of this rank there, and a gradient of its own back; then what was given, which is to stay as it was."""
     rank = dist.get_rank()
     x = (torch.arange(8.0).view(2, 4) + 10 * rank).requires_grad_()
     out = OPERATORS[name](x)
-    out.backward(torch.arange(float(out.numel())).view(out.shape) + 100 * rank)
+    given = torch.arange(float(out.numel())).view(out.shape) + 100 * rank
+    out.backward(given)
     assert x.grad is not None
-    return out.detach(), x.grad
+    return out.detach(), x.grad, x.detach(), given
 
 
-def by_hand(name: str, N: int) -> list[tuple[Tensor, Tensor]]:
+def by_hand(name: str, N: int) -> list[tuple[Tensor, ...]]:
     """The table in the operators' docstring, on all ranks' tensors at once."""
     xs = [torch.arange(8.0).view(2, 4) + 10 * r for r in range(N)]
 
@@ -249,7 +250,7 @@ def by_hand(name: str, N: int) -> list[tuple[Tensor, Tensor]]:
     pairs |= {"gather sequence": ("join", "summed slice"), "scatter sequence": ("summed slice", "join")}
     outs = apply(pairs[name][0], xs)
     grads = [torch.arange(float(o.numel())).view(o.shape) + 100 * r for r, o in enumerate(outs)]
-    return list(zip(outs, apply(pairs[name][1], grads), strict=True))
+    return list(zip(outs, apply(pairs[name][1], grads), xs, grads, strict=True))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
