@@ -191,10 +191,7 @@ class Worker:
         self.cadence = Cadence(self.config.checkpoint_every, self.config.checkpoint_minutes)
         if self.rescue is None:
             return Unguarded()
-        if getattr(optimizer, "scaler", None) is None:
-            self.rescue.gradients = lambda model: self.pieces.gradients(model, optimizer)
-        else:  # an overflow is expected there, and skips the step by itself
-            self.rescue.gradients = lambda model: ()
+        self.rescue.gradients = lambda model: self.pieces.gradients(model, optimizer)
         self._write(self.recorder.records[0].step, model, optimizer)
         return self.rescue
 

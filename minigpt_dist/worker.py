@@ -89,7 +89,7 @@ OURS = Pieces(
     _own_load,
     gathered=lambda optimizer: optimizer.gathered(),
     accumulating=lambda optimizer: optimizer.no_sync(),
-    gradients=lambda model, optimizer: optimizer.gradients(),
+    gradients=lambda model, optimizer: () if optimizer.scaler else optimizer.gradients(),  # overflows are the scaler's
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minigpt_dist.bench import collectives, data_parallel, guard, launch, step, zero
+from minigpt_dist.bench import collectives, data_parallel, guard, launch, recompute, step, zero
 from minigpt_dist.bench.comparison import Comparison
 from minigpt_dist.bench.interleave import interleaved, slowest
 from minigpt_dist.cli import bench
@@ -98,6 +98,15 @@ def test_the_quiet_guard_is_measured_beside_steps_without_it(capsys: pytest.Capt
     share = rows(out, f"The guard's CPU seconds, {sizes}, rank 0")[guard.STEP]
     assert share[-3:-1] == ["<=", "0.01"]
     assert 0 < float(share[-4]) < 1
+
+
+def test_recomputation_is_measured_beside_the_plain_step_and_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("recompute --world-size 2 --rounds 2 --steps 1") == EXIT_OK
+    out = capsys.readouterr().out
+    found = rows(out, "Step with recomputation, tiny: P = 29,824, 2 ranks, 2 rounds of 1 steps")
+    assert list(found) == [recompute.PLAIN, recompute.OURS, recompute.TORCH]
+    kept = out.partition("at most: ")[2].splitlines()[0].replace(",", "").split()
+    assert int(kept[3]) > int(kept[6])
 
 
 @pytest.mark.slow

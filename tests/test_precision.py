@@ -109,10 +109,10 @@ def test_clipping_before_the_scale_is_taken_out_is_seen() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(steps_of(None), wrong, strict=True))
 
 
-def overflow_body(axis: str, wrong: bool = False) -> dict[str, Any]:
+def overflow_body(axis: str, dtype: str = "float16", wrong: bool = False) -> dict[str, Any]:
     """One good step, one in which rank 1 alone has an inf, one good one; on a data axis or a model axis of two."""
     rank, alone = dist.get_rank(), subgroup([dist.get_rank()])
-    model = nn.Linear(3, 2).half()
+    model = nn.Linear(3, 2).to(kind := getattr(torch, dtype))
     nn.init.constant_(model.weight, 0.5)
     place = (2, rank) if axis == "data" else (1, 0)
     over = {} if axis == "data" else {"group": alone, "model_axis": ModelAxis(None)}
@@ -123,7 +123,7 @@ def overflow_body(axis: str, wrong: bool = False) -> dict[str, Any]:
     with own if wrong else contextlib.nullcontext():
         for step in range(3):
             optimizer.zero_grad()
-            scaler.scaled(model(torch.ones(1, 3, dtype=torch.float16)).float().sum()).backward()
+            scaler.scaled(model(torch.ones(1, 3, dtype=kind)).float().sum()).backward()
             if step == 1 and rank == 1:
                 model.weight.grad.view(-1)[-1] = torch.inf
             optimizer.step()
@@ -135,9 +135,10 @@ def overflow_body(axis: str, wrong: bool = False) -> dict[str, Any]:
     return {"states": before, "steps": state["steps"], "scaler": scaler.state_dict()}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])  # float32 parameters' own memory takes part in the exchange
 @pytest.mark.parametrize("axis", ["data", "model"])
-def test_one_ranks_overflow_skips_the_step_on_all(two: World, axis: str) -> None:
-    for rank in two.run(overflow_body, axis):
+def test_one_ranks_overflow_skips_the_step_on_all(two: World, axis: str, dtype: str) -> None:
+    for rank in two.run(overflow_body, axis, dtype):
         assert all(torch.equal(a, b) for a, b in zip(rank["states"]["0"], rank["states"]["1"], strict=True))
         assert not torch.equal(rank["states"]["1"][0], rank["states"]["2"][0])
         assert max(rank["steps"]) == 2
@@ -146,7 +147,7 @@ def test_one_ranks_overflow_skips_the_step_on_all(two: World, axis: str) -> None
 
 @pytest.mark.parametrize("axis", ["data", "model"])
 def test_ranks_that_decide_alone_are_seen_to_differ(two: World, axis: str) -> None:
-    first, second = two.run(overflow_body, axis, True)
+    first, second = two.run(overflow_body, axis, "float16", True)
     assert first["scaler"] != second["scaler"]
 
 

@@ -20,7 +20,7 @@ from minigpt_dist.batches import read_batch
 from minigpt_dist.checkpoint import load_sharded
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.corpus import make_corpus
-from minigpt_dist.launch import World
+from minigpt_dist.launch import World, run_world
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.collectives import Group
@@ -46,6 +46,9 @@ def ranks() -> Iterator[World]:
         yield live
 
 
+LAYOUTS = [pytest.param(False, id="whole", marks=pytest.mark.slow), pytest.param(True, id="sequence")]
+
+
 def built(seed: int) -> MiniGPT:
     torch.manual_seed(seed)
     return MiniGPT(vocab=18, embed_dim=16, num_heads=2, num_layers=2, seq_len=8, tie_head=True)
@@ -55,8 +58,7 @@ def micro_batch(step: int, replica: int, m: int) -> tuple[Tensor, Tensor]:
     return read_batch(make_corpus(0, CONFIG.total_tokens, 18), CONFIG, step, replica, m)
 
 
-@functools.cache
-def one_process(max_norm: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def one_process_body(max_norm: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses and gradient norms by step, and the last weights, of the plain model under torch's AdamW."""
     model, losses, norms = built(0).double(), [], []
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
@@ -69,6 +71,11 @@ def one_process(max_norm: float) -> tuple[list[float], list[float], dict[str, Te
         losses.append(loss.item())
         adamw.step()
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@functools.cache
+def one_process(max_norm: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    return run_world(one_process_body, 1, max_norm)[0]  # type: ignore[no-any-return]  # what the body returned
 
 
 def clipped_body(sequence: bool, wrong: str = "") -> tuple[list[float], dict[str, Tensor]]:
@@ -105,13 +112,19 @@ def agrees(answers: list[tuple[list[float], dict[str, Tensor]]], max_norm: float
     return near and all(abs(a - b) <= LOSS for a, b in zip(means, losses, strict=True))
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", LAYOUTS)
 def test_clipping_counts_each_weight_once_over_both_axes(ranks: World, sequence: bool) -> None:
     assert min(one_process(MAX_NORM)[1]) > MAX_NORM
     assert agrees(ranks.run(clipped_body, sequence))
 
 
-@pytest.mark.parametrize("wrong", ["counted by all", "each its own norm", "the first alone clips"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "counted by all",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("each its own norm", "the first alone clips")),
+    ],
+)
 def test_a_wrong_norm_is_told_from_the_one_process_run(ranks: World, wrong: str) -> None:
     assert not agrees(ranks.run(clipped_body, False, wrong))
 
@@ -135,7 +148,7 @@ def run(ranks: World) -> Iterator[Callable[..., tuple[list[list[dict[str, Any]]]
         yield made
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", LAYOUTS)
 def test_every_step_of_the_loop_has_one_process_loss_and_gradient_norm(run: Any, sequence: bool) -> None:
     records, _ = run(sequence_parallel=sequence)
     losses, norms, weights = one_process(1e9)
@@ -147,7 +160,7 @@ def test_every_step_of_the_loop_has_one_process_loss_and_gradient_norm(run: Any,
     assert records[0][-1]["param_norm"] == pytest.approx(total, rel=PARAMETER)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", LAYOUTS)
 def test_all_ranks_hold_the_same_bytes_at_every_step(run: Any, sequence: bool) -> None:
     records, _ = run(sequence_parallel=sequence)
     assert all(rank[s]["params"] == records[0][s]["params"] for rank in records for s in range(STEPS + 1))
@@ -170,9 +183,9 @@ def tensor_cut() -> MiniGPT:
 
 
 def test_a_run_resumes_with_its_bytes_and_trains_on_to_those_of_the_unbroken_one(ranks: World, run: Any) -> None:
-    records, folder = run(sequence_parallel=False)
+    records, folder = run(sequence_parallel=True)
     with tempfile.TemporaryDirectory() as again:
-        resumed = records_of(ranks, CONFIG, again, str(folder))
+        resumed = records_of(ranks, replace(CONFIG, sequence_parallel=True), again, str(folder))
     assert [r["step"] for r in resumed[0]] == [2, 3, 4]
     assert all(
         new["params"] == old["params"]
@@ -187,7 +200,7 @@ def test_a_run_resumes_with_its_bytes_and_trains_on_to_those_of_the_unbroken_one
 
 
 def test_the_checkpoint_holds_each_ranks_part_under_the_models_names(run: Any) -> None:
-    _, folder = run(sequence_parallel=False)
+    _, folder = run(sequence_parallel=True)
     states = load_sharded(folder, 4)
     assert list(states[0]["model"]) == list(built(0).state_dict())
     assert states[0]["model"]["head.weight"].shape == (9, 16)
@@ -196,11 +209,26 @@ def test_the_checkpoint_holds_each_ranks_part_under_the_models_names(run: Any) -
     ]
 
 
+@pytest.mark.slow  # two more runs; the gradients alone are compared in the quick tests of recomputation
 def test_recomputation_changes_no_bit_of_a_run_with_dropout(run: Any) -> None:
     model = replace(MODEL, dropout=0.2)
     plain, _ = run(model=model, sequence_parallel=True)
     again, _ = run(model=model, sequence_parallel=True, recompute=True)
     assert [[r["params"] for r in rank] for rank in plain] == [[r["params"] for r in rank] for rank in again]
+
+
+@pytest.mark.slow  # a run each
+@pytest.mark.parametrize(
+    "changes", [{"recompute": True}, {"reduction": "exact"}, {"max_norm": 0.3}, {"dtype": "float16"}], ids=str
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_stages_2_and_3_along_the_data_axis_have_the_bits_of_stage_1(
+    run: Any, stage: int, changes: dict[str, Any]
+) -> None:
+    first, _ = run(sequence_parallel=True, **{**changes, "recompute": False})
+    other, _ = run(sequence_parallel=True, zero_stage=stage, **changes)
+    assert [[r["params"] for r in rank] for rank in first] == [[r["params"] for r in rank] for rank in other]
+    assert [[r["optimizer"] for r in rank] for rank in first] == [[r["optimizer"] for r in rank] for rank in other]
 
 
 @pytest.mark.parametrize(

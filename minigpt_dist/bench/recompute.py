@@ -63,9 +63,5 @@ def compare_recompute(size: str, world_size: int, rounds: int, steps: int, deadl
     ranks = run_world(step_body, world_size, size, rounds, steps, deadline_s=deadline_s)
     kept = ", ".join(f"{name} {ranks[0][1][name]:,}" for name in (PLAIN, OURS))  # torch's are out of a hook's sight
     title = f"Step with recomputation, {size}: P = {SIZES[size].numel():,}, {world_size} ranks, {rounds} rounds of {steps} steps"
-    return Comparison(
-        f"{title}\npeak bytes kept for backward: {kept}",
-        slowest([each for each, _ in ranks]),
-        OURS,
-        GOALS.get(size, {}),
-    )
+    times = slowest([each for each, _ in ranks])
+    return Comparison(f"{title}; bytes kept for backward at most: {kept}", times, OURS, GOALS.get(size, {}))
