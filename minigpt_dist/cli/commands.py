@@ -20,6 +20,7 @@ MODULES = {
     "diff": "minigpt_dist.cli.diff",
     "plan": "minigpt_dist.cli.plan",
     "bench": "minigpt_dist.cli.bench",
+    "ddp": "minigpt_dist.cli.ddp",
     "pipeline": "minigpt_dist.cli.pipeline",
     "memory": "minigpt_dist.cli.memory",
     "memory-table": "minigpt_dist.cli.memory_table",

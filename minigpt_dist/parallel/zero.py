@@ -57,8 +57,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         group: the ranks that train the same parameters on different data.
         model_axis: the ranks of one replica, where the model itself is cut: norms and overflows are theirs together.
         scaler: for float16, what the loss was multiplied by. If any rank's gradient is not finite, no rank's parameters change.
-        reduction: "sum", or "exact": sums on a fixed grid that depend on no order (see `exact.py`). In exact mode gradients
-            are summed over micro-batches and divided by their number over all ranks at the step, so do not divide the loss.
 
     Raises ValueError, on all ranks, before anything is exchanged: options out of range (as AdamW), wrong world size or rank,
     parameters that differ between ranks.

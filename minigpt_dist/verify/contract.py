@@ -71,7 +71,7 @@ class Implementation:
 
     def offers(self, slot: str) -> bool:
         """Is it to be judged for this piece? It may still lack a name of it."""
-        return slot not in OPTIONAL or slot in self.slots or not _from_outside(self.spec)
+        return slot in self.slots or not asked_by_name(slot, self.spec)
 
     @property
     def ours(self) -> bool:
@@ -105,7 +105,7 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
         found.extras["finish"] = finish_function(module)
     own = importlib.import_module(OURS)
     for slot, names in SLOTS.items():
-        if slot in OPTIONAL and slot not in slots and _from_outside(spec):
+        if slot not in slots and asked_by_name(slot, spec):
             continue
         theirs = not slots or slot in slots
         for name in names:
@@ -121,9 +121,15 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     return found
 
 
-def _from_outside(spec: str) -> bool:
-    """Is this neither the package nor one of the judge's plants?"""
-    return spec != OURS and not spec.startswith(OWN_PREFIXES)
+def asked_by_name(slot: str, spec: str) -> bool:
+    """Is this piece of this implementation, which is neither the package nor one of the judge's plants, judged only on request?"""
+    return slot in OPTIONAL and spec != OURS and not spec.startswith(OWN_PREFIXES)
+
+
+def absence(name: str, spec: str) -> str:
+    """What to say of a name that was not found."""
+    slot = next(slot for slot, names in SLOTS.items() if name in names)
+    return f"not asked; --slots {slot} does" if asked_by_name(slot, spec) else "missing"
 
 
 def _own_piece(own: ModuleType, name: str) -> Any:

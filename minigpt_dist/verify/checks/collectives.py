@@ -205,16 +205,14 @@ def silent(subject: Subject, world_size: int) -> list[Violation]:
     results = subject.run(silent_body, world_size, SILENT_S)  # fresh ranks: what timed out cannot be used again
     if "not_judged" in results[0]:
         raise NotJudged(results[0]["not_judged"])
-    said, absent = results[world_size - 2]["said"], world_size - 1
-    what = "the error of a rank whose neighbour is silent"
-    if said is None:
-        return [Violation(what, "absent", "an error", "reduce", rank=world_size - 2)]
-    named = f"rank {absent}" in said.lower()
-    return (
-        []
-        if named
-        else [Violation(what, repr(said[:120]), f"one that names rank {absent}", "reduce", rank=world_size - 2)]
-    )
+    said, absent = [r["said"] for r in results[:-1]], world_size - 1
+    what = "the error of a rank that waits for one that is silent"
+    for rank, text in enumerate(said):
+        if text is None:
+            return [Violation(what, "absent", "an error", "reduce", rank=rank)]
+    if any(f"rank {absent}" in text.lower() for text in said):  # only its neighbour can know
+        return []
+    return [Violation(what, repr(said[0][:120]), f"one that names rank {absent}", "reduce", rank=0)]
 
 
 for _name, _claim, _find, _stage, _sizes in (
