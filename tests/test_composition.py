@@ -73,16 +73,16 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in ("weight decay", "betas and eps") else ()) for n in SETTINGS],
-)
+NAMES = [pytest.param(n, marks=pytest.mark.slow if n in ("weight decay", "betas and eps") else ()) for n in SETTINGS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_run_is_bit_equal_to_one_process_under(stack: Subject, name: str) -> None:
     evidence, right = composed(stack, SETTINGS[name]), oracle(stack, SETTINGS[name])
     assert all(r.params == right["digests"][r.step] for r in evidence.whole.records)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_resume_loses_no_byte_under(stack: Subject, name: str) -> None:
     evidence = composed(stack, SETTINGS[name])
     assert evidence.resumed is not None
