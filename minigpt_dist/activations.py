@@ -80,14 +80,15 @@ def layer_activations(model: ModelConfig, batch: int, dtype: torch.dtype) -> lis
     With B sequences of S tokens, E channels, h heads, V words, and d bytes an element: a block keeps 16 BSE d for the inputs of its two
     LayerNorms, of qkv, attention (q, k, v: 3), the output projection, the MLP's first product, GELU (4) and second product (4), and the
     outputs that are the next one's input only once; 4 BS for mean and 1/deviation of two LayerNorms, and hBS for attention. The head keeps
-    2 BSE d for its LayerNorm and product, 2 BS, BSV d for the loss, and one number: the sum of the loss's weights. The embedding
-    keeps token ids. ValueError with dropout, whose masks depend on the kernel.
+    2 BSE d for its LayerNorm and product, 2 BS, BSV for the loss, and one number: the sum of the loss's weights. The embedding keeps
+    token ids. Attention's number a head and the loss are float32 in half types. ValueError with dropout, whose masks depend on the kernel.
     """
     if model.dropout:
         raise ValueError(f"dropout is {model.dropout}, but should be 0 for the formula of activations")
     tokens, width = batch * model.seq_len, torch.finfo(dtype).bits // 8
     hidden, norm = tokens * model.embed_dim * width, 2 * tokens * width
-    attention = tokens * model.num_heads * max(width, 4)  # half types: in float32
+    single = max(width, 4)
+    attention = tokens * model.num_heads * single
     block = (8 + 2 * model.mlp_ratio) * hidden + 2 * norm + attention
-    head = 2 * hidden + norm + tokens * model.vocab * width + width
+    head = 2 * hidden + norm + (tokens * model.vocab + 1) * single
     return [0, *[block] * model.num_layers, head]

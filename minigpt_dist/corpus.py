@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minigpt_dist.config import require_count
+from minigpt_dist.require import require_count
 
 BYTE_VOCAB = 256
 

@@ -6,10 +6,10 @@ checkpoint, of which one is written before the first step, since a copy in memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from minigpt_dist.guard import Guard
 
@@ -20,14 +20,16 @@ class Rescue:
     """The guard of one rank's run.
 
     go_back: puts the last good state back, and returns its step. skipped: places of batches to pass over, which grows in place.
+    gradients: what this rank holds of them before the update; by default what the model's parameters have.
     """
 
     def __init__(self, guard: Guard, go_back: Restore, skipped: list[int]) -> None:
         self.guard, self.go_back, self.skipped = guard, go_back, skipped
+        self.gradients: Callable[[nn.Module], Iterable[Tensor]] = whole_gradients
 
     def ask(self, model: nn.Module, losses: list[float]) -> None:
         """Send off this rank's mean loss, and whether all gradients are finite."""
-        self.guard.ask(sum(losses) / len(losses), (p.grad for p in model.parameters() if p.grad is not None))
+        self.guard.ask(sum(losses) / len(losses), self.gradients(model))
 
     def answer(self, step: int, model: nn.Module, optimizer: Any) -> int:
         """The step to go on from: this one, or the last good one, restored."""
@@ -37,6 +39,11 @@ class Rescue:
             self.skipped.append(place(step, self.skipped))
             self.skipped.sort()
         return self.go_back(model, optimizer)
+
+
+def whole_gradients(model: nn.Module) -> Iterable[Tensor]:
+    """The gradients that parameters have."""
+    return (p.grad for p in model.parameters() if p.grad is not None)
 
 
 def place(step: int, skipped: list[int]) -> int:

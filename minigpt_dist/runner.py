@@ -7,7 +7,9 @@ to `worker.py` (this package's own) and to the judge (another implementation's):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from minigpt_dist.loop import Unguarded, train
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.memory import baseline
 from minigpt_dist.parallel.collectives import world
+from minigpt_dist.parallel.mesh import coordinates_of
 from minigpt_dist.recorder import ALL, Recorder, whole_parameters
-from minigpt_dist.rescue import Rescue, place
+from minigpt_dist.rescue import Rescue, place, whole_gradients
 from minigpt_dist.trace import Record, state_digests, to_line
 
 State = dict[str, Any]
@@ -43,10 +46,22 @@ class Pieces:
     forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(
         ids
     )  # through a data-parallel wrapper, if any
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, out, targets: next_token_loss(
+        out, targets
+    )  # of what forward returned
     after_backward: Callable[[nn.Module], object] = lambda model: None  # its finish call, where hooks do not do it all
     full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = (
         whole_parameters  # collected, where they are sharded
     )
+    gathered: Callable[[Any], AbstractContextManager[object]] = (
+        nullcontext  # of the optimizer: a model that can be read and loaded inside
+    )
+    accumulating: Callable[[Any], AbstractContextManager[object]] = (
+        nullcontext  # of the optimizer: all backwards of a step but the last run inside
+    )
+    gradients: Callable[[nn.Module, Any], Iterable[Tensor]] = lambda model, optimizer: whole_gradients(
+        model
+    )  # what a rank holds of them
 
 
 def capture(step: int, model: nn.Module, optimizer: Any) -> State:
@@ -90,6 +105,7 @@ class Worker:
         if config.world_size != N:
             raise ValueError(f"world_size is {config.world_size}, but should be {N}, the number of ranks started")
         self.rank, self.snapshot = rank, dict[str, str]()
+        self.replica = coordinates_of(config.layout, rank).dp  # ranks of one replica read the same data
         # Ranks start from different seeds on purpose: only the broadcast can make them equal.
         torch.manual_seed(config.seed * 1009 + rank + (500_009 if self.resume else 0))
         model = self.pieces.model(config.model).to(self.device, getattr(torch, config.dtype))
@@ -105,7 +121,7 @@ class Worker:
             make_optimizer=self._make_optimizer,
             restore=self._restore,
             batches=self._batches,
-            loss_of=lambda model, x, y: next_token_loss(self.pieces.forward(model, x), y),
+            loss_of=lambda model, x, y: self.pieces.loss(model, self.pieces.forward(model, x), y),
             backward=self._backward,
             save=self._save,
             observe=self._observe,
@@ -129,24 +145,29 @@ class Worker:
     def _put_back(self, state: State, model: nn.Module, optimizer: Any) -> int:
         """Restore a state of this run, and what its data had passed over by then; the step it was taken at."""
         self.skipped[:] = sorted({*self.skipped, *state.get("skipped", [])})
-        return restore_state(state, model, optimizer)
+        with self.pieces.gathered(optimizer):
+            return restore_state(state, model, optimizer)
 
     def _batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of one step. Dropout's stream is a function of seed, step and place in the global batch."""
         for m in range(self.config.micro_batches):
             if self.config.model.dropout:
-                seat = self.rank * self.config.micro_batches + m
+                seat = self.replica * self.config.micro_batches + m
                 torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + seat)
-            x, y = read_batch(self.corpus, self.config, place(step, self.skipped) - 1, self.rank, m)
+            x, y = read_batch(self.corpus, self.config, place(step, self.skipped) - 1, self.replica, m)
             self.recorder.batch(x)
+            self._last = m == self.config.micro_batches - 1
             yield x, y
 
     def _backward(self, loss: Tensor, optimizer: Any) -> None:
-        if self.config.reduction == "exact":
-            loss.backward()
-            optimizer.fold()
-        else:
-            (loss / self.config.micro_batches).backward()
+        with nullcontext() if self._last else self.pieces.accumulating(optimizer):
+            scaler = getattr(optimizer, "scaler", None)
+            loss = loss if scaler is None else scaler.scaled(loss)
+            if self.config.reduction == "exact":
+                loss.backward()
+                optimizer.fold()
+            else:
+                (loss / self.config.micro_batches).backward()
         self.pieces.after_backward(self.model)
 
     def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:
@@ -154,10 +175,13 @@ class Worker:
         if step != self.config.checkpoint_step and not due:
             return
         self.snapshot, self.saved = state_digests(self._write(step, model, optimizer)), step
+        if self.config.tp > 1:  # the state has this rank's part of a parameter, a record the whole
+            self.snapshot |= {f"model.{name}": value for name, value in self.recorder.records[-1].params.items()}
 
     def _write(self, step: int, model: nn.Module, optimizer: Any) -> State:
         """Write a checkpoint of this run; the state that it holds."""
-        state = capture(step, model, optimizer)
+        with self.pieces.gathered(optimizer):
+            state = capture(step, model, optimizer)
         if self.skipped:
             state["skipped"] = list(self.skipped)
         self.pieces.save(state, self.folder, step, self.config)
@@ -167,6 +191,7 @@ class Worker:
         self.cadence = Cadence(self.config.checkpoint_every, self.config.checkpoint_minutes)
         if self.rescue is None:
             return Unguarded()
+        self.rescue.gradients = lambda model: self.pieces.gradients(model, optimizer)
         self._write(self.recorder.records[0].step, model, optimizer)
         return self.rescue
 
@@ -186,6 +211,7 @@ class Worker:
             last_step=self.config.steps,
             on_record=self._log,
             full_parameters=self.pieces.full_parameters,
+            gathered=partial(self.pieces.gathered, optimizer),
         )
         return self.recorder
 

@@ -29,7 +29,7 @@ def loss_of(config: ModelConfig, batch: int, dtype: torch.dtype) -> tuple[torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_forward_keeps_the_bytes_of_the_formula(name: str, batch: int, dtype: torch.dtype) -> None:
     _, loss, saved = loss_of(MODELS[name], batch, dtype)
     assert saved.now == saved.peak == sum(layer_activations(MODELS[name], batch, dtype))

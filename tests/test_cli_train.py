@@ -102,6 +102,28 @@ def test_a_resumed_run_ends_in_the_bytes_of_the_unbroken_one(run: Run, tmp_path:
     assert [row[0] for row in rows(resumed.out, "Loss")] == ["3", "4"]
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_run_resumed_at_another_stage_ends_in_the_bytes_of_the_unbroken_one(
+    run: Run, stage: int, tmp_path: Path
+) -> None:
+    resumed = run_into(tmp_path / "on", "--resume", str(run.folder), "--zero", str(stage))
+    last, again = read_trace(run.folder / "trace.jsonl").at(4), read_trace(tmp_path / "on" / "trace.jsonl").at(4)
+    assert resumed.code == 0
+    assert [(r.params, r.optimizer, r.loss) for r in again] == [(r.params, r.optimizer, r.loss) for r in last]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--tie-head --dropout 0.1 --micro-batches 2", "--guard skip --max-norm 0.3"])
+def test_a_whole_run_of_each_stage_is_verified_and_has_the_bits_of_stage_1(options: str, tmp_path: Path) -> None:
+    seen = []
+    for stage in "123":
+        run = run_into(tmp_path / stage, "--zero", stage, "--world-size", "3", "--steps", "6", *options.split())
+        assert run.code == 0
+        records = read_trace(tmp_path / stage / "trace.jsonl").records
+        seen.append([(r.step, r.rank, repr(r.loss), r.params, r.optimizer) for r in records])
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_a_run_resumed_on_fewer_ranks_ends_in_the_same_parameters(run: Run, tmp_path: Path) -> None:
     run_into(tmp_path / "on", "--resume", str(run.folder), "--world-size", "1")
     assert (
@@ -140,6 +162,27 @@ def test_an_altered_checkpoint_is_told_before_ranks_start(
     err = capsys.readouterr().err
     assert err.startswith(f"minigpt-dist: resume is {str(tmp_path)!r}, but should be the folder of a run with a good")
     assert (shard in err, err.count("\n")) == (True, 1)
+
+
+@pytest.mark.slow  # four ranks; the worker's own runs are compared in the quick tests of tensor parallelism
+def test_replicas_of_two_ranks_are_verified_and_go_on_where_they_were(tmp_path: Path) -> None:
+    size = ["--tp", "2", "--dp", "2", "--sequence-parallel", "--recompute", "--steps", "4"]
+    first = run_into(tmp_path / "first", *size)
+    assert (first.code, first.outcome.config.world_size) == (0, 4)
+    assert "12P/N with P = 15360, N = 2: of the model's 29824" in first.out
+    second = run_into(tmp_path / "second", "--resume", str(first.folder), "--steps", "6")
+    assert second.code == 0
+    assert second.outcome.trace.at(4)[0].params == first.outcome.trace.at(4)[0].params
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(["--resume", str(first.folder), "--world-size", "2", "--steps", "6"]) == 2
+    assert said.getvalue().strip() == "minigpt-dist: world_size is 2, but should be 4, as tp is 2"
+
+
+@pytest.mark.slow  # as above
+def test_steps_that_overflow_are_told(tmp_path: Path) -> None:
+    run = run_into(tmp_path / "half", *SIZE, "--dtype", "float16", "--loss-scale", "4194304", "--steps", "8")
+    assert run.code == 0
+    assert "skipped on all ranks, as a gradient overflowed: steps 1" in run.out
 
 
 def test_on_text_the_loss_is_reported_not_judged_and_nothing_is_left(

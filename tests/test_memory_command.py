@@ -50,7 +50,7 @@ def test_a_rank_that_holds_more_is_named(capsys: pytest.CaptureFixture[str], mon
     ("line", "said"),
     [
         ("--world-size 0", "world_size is 0, but should be a whole number of at least 1"),
-        ("--dtype float8", "dtype is 'float8', but should be one of float32, float64, bfloat16"),
+        ("--dtype float8", "dtype is 'float8', but should be one of float32, float64, bfloat16, float16"),
         ("--embed-dim 30", "embed_dim is 30, but should be a multiple of num_heads (4)"),
         ("--deadline nan", "deadline is nan, but should be a positive, finite number of seconds"),
     ],

@@ -118,6 +118,14 @@ def test_the_failure_shown_is_what_the_code_shown_gives(
     assert [line for line in shape("\n".join(block("failure"))) if line not in printed] == []
 
 
+def test_the_layouts_shown_are_what_the_plan_shown_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    from minigpt_dist.__main__ import main
+
+    line = next(line for line in COMMANDS if " plan --params" in line)
+    assert main(shlex.split(line)[1:]) == 0
+    assert block("plan") == [printed.rstrip() for printed in capsys.readouterr().out.splitlines()]
+
+
 def test_the_schedule_shown_is_what_the_code_shown_prints(capsys: pytest.CaptureFixture[str]) -> None:
     pieces = TEXT.split("## Pieces")[1]
     code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", pieces, re.DOTALL)[0]

@@ -10,8 +10,8 @@ import math
 
 from minigpt_dist.cli.train import launched_ranks
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, number, one_of, seconds, whole
-from minigpt_dist.config import require_count
 from minigpt_dist.launch.client import prepare
+from minigpt_dist.require import require_count
 
 NAME = "ddp"
 HELP = "train with our data-parallel wrapper, torch's and one process; show losses and differences step by step"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from minigpt_dist.cli.train import launched_ranks
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, number, one_of, seconds, whole
-from minigpt_dist.config import ModelConfig, require_count
+from minigpt_dist.config import ModelConfig
 from minigpt_dist.launch.client import prepare
+from minigpt_dist.require import require_count
 
 if TYPE_CHECKING:
     from rich.console import Console

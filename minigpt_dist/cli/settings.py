@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from minigpt_dist.cli.planned import take_plan
 from minigpt_dist.cli.usage import UsageError, one_of, seconds
 from minigpt_dist.config import ModelConfig, TrainConfig
 
 BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
-FREE_ON_RESUME = ("steps", "world_size", *SAVING, "guard", "max_rollbacks", "spike")
+FREE_ON_RESUME = ("steps", "world_size", "zero_stage", "offload", *SAVING, "guard", "max_rollbacks", "spike")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
         one_of("backend", args.backend, BACKENDS)
     deadline_s = seconds("deadline", args.deadline)
     given = _given(args)
+    if args.plan is not None:
+        take_plan(given, Path(args.plan))
     _take_launcher(given, launched_ranks)
+    _take_replicas(given, args.dp)
     source = None if args.resume is None else Path(args.resume)
     try:
         config, start = _fresh(given) if source is None else _continued(given, source)
@@ -70,6 +74,18 @@ def _take_launcher(given: dict[str, Any], launched_ranks: int | None) -> None:
     asked = given.setdefault("world_size", launched_ranks)
     if asked != launched_ranks:
         raise UsageError(f"world_size is {asked}, but should be {launched_ranks}, the ranks that the launcher started")
+
+
+def _take_replicas(given: dict[str, Any], dp: int | None) -> None:
+    """The world size that `dp` replicas of the model need."""
+    if dp is None:
+        return
+    if dp < 1:
+        raise UsageError(f"dp is {dp}, but should be a whole number of at least 1")
+    wanted = dp * given.get("tp", 1)
+    asked = given.setdefault("world_size", wanted)
+    if asked != wanted:
+        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp")
 
 
 def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:

@@ -16,8 +16,9 @@ import itertools
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from minigpt_dist.launch import mirror
 from minigpt_dist.launch.mirror import Mirror
 
-__all__ = ["attach", "clear", "entries", "install"]
+__all__ = ["attach", "clear", "entries", "install", "seconds"]
 
 # op -> the parameter that holds what this rank brings, or where it receives and brings nothing; None: no tensors.
 _PAYLOAD: dict[str, str | None] = {
@@ -121,9 +122,24 @@ def entries() -> list[dict[str, Any]]:
     return [dict(entry, group=list(entry["group"])) for entry in _entries]
 
 
+def seconds() -> float:
+    """How long this thread has been in recorded calls and in waits for them since the last `clear`."""
+    return float(getattr(_inside, "seconds", 0.0))
+
+
+@contextlib.contextmanager
+def _timed() -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _inside.seconds = seconds() + time.perf_counter() - began
+
+
 def clear() -> None:
-    """Forget all entries, here and in the attached file."""
+    """Forget all entries, here and in the attached file, and the time they took."""
     global _count
+    _inside.seconds = 0.0
     _entries.clear()
     _pending.clear()
     _count = itertools.count()
@@ -143,7 +159,8 @@ def _recorded(op: str, original: Callable[..., Any], payload: str | None) -> Cal
         index = _note(entry)
         _inside.call = True
         try:
-            result = original(*args, **kwargs)
+            with _timed():
+                result = original(*args, **kwargs)
         except BaseException:
             _mark(index, mirror.FAILED)
             raise
@@ -165,7 +182,8 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         if _mirror is not None:
             _mirror.wait(f"{call.entry['op']}'s wait", _site(), _detail(call.entry))
         try:
-            result = original(work, *args, **kwargs)
+            with _timed():
+                result = original(work, *args, **kwargs)
         finally:
             if _mirror is not None:
                 _mirror.waited()

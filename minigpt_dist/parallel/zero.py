@@ -1,156 +1,35 @@
-"""ZeRO stage 1: optimizer state sharded over ranks (Rajbhandari et al. 2020, section 5.1).
+"""ZeRO: optimizer state sharded over ranks, and in stages 2 and 3 gradients and parameters too (Rajbhandari et al. 2020, section 5).
 
-Owns one step: reduce-scatter of gradients (mean), AdamW on this rank's slice of the master copy, all-gather of parameters.
-Leaves forward, backward and the moment of the step to the loop, and files to `checkpoint/`.
+Owns one step: the mean of gradients over ranks, AdamW on this rank's slice of the master copy, parameters from it.
+Leaves what is kept and exchanged between steps to `stages/`, forward, backward and the moment of the step to the loop, and files to
+`checkpoint/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from minigpt_dist.parallel.adam import adamw_
-from minigpt_dist.parallel.collectives import Group, all_gather_slices, all_reduce_sum, reduce_scatter_sum, world
+from minigpt_dist.parallel.clipping import Clipping
+from minigpt_dist.parallel.collectives import Group, world
 from minigpt_dist.parallel.ddp import require_same_on_all_ranks
-from minigpt_dist.parallel.exact import snap
-from minigpt_dist.parallel.flat import FlatBuffer
+from minigpt_dist.parallel.global_norm import GlobalNorm
+from minigpt_dist.parallel.model_axis import ModelAxis
+from minigpt_dist.parallel.offload import Offload
+from minigpt_dist.parallel.precision import LossScaler
+from minigpt_dist.parallel.stages.reducer import Reducer
+from minigpt_dist.parallel.stages.shard import Shard
+from minigpt_dist.parallel.stages.stage1 import Stage1
+from minigpt_dist.parallel.stages.stage2 import ShardedGradients, Stage2
+from minigpt_dist.parallel.stages.stage3 import Stage3
+from minigpt_dist.parallel.stages.units import Units
 
-STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
-
-
-class _Shard:
-    """One flat buffer and this rank's slice of its optimizer state: 12 bytes an element for float32 parameters.
-
-    `steps[i]` counts the updates of parameter i; it is kept by the ranks that own a part of it, and 0 elsewhere.
-    """
-
-    def __init__(self, params: list[nn.Parameter], world_size: int, rank: int, exact: bool) -> None:
-        self.flat = FlatBuffer(params, world_size)
-        self.lo, self.hi = self.flat.bounds[rank], self.flat.bounds[rank + 1]
-        master_dtype = torch.float64 if self.flat.data.dtype == torch.float64 else torch.float32
-        self.master = self.flat.data[self.lo : self.hi].to(master_dtype, copy=True)
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
-        self.steps = [0] * len(params)
-        self.accumulator = torch.zeros(self.flat.padded, dtype=torch.float64) if exact else None
-        self.folded = [False] * len(params)
-        self.owned = list(self._owned())
-
-    def _owned(self) -> Iterator[tuple[int, int, int]]:
-        """(parameter index, start, stop) of every non-empty piece of a parameter in the slice, in slice coordinates."""
-        for i, (offset, numel) in enumerate(zip(self.flat.offsets, self.flat.numels, strict=True)):
-            start, stop = max(offset, self.lo), min(offset + numel, self.hi)
-            if start < stop:
-                yield i, start - self.lo, stop - self.lo
-
-    def fold(self) -> bool:
-        """Exact mode: add the micro-batch in the gradient buffer to the accumulator. False if there was nothing."""
-        assert self.accumulator is not None
-        present = self.flat.present()
-        if not any(present):
-            return False
-        self.flat.collect()
-        self.accumulator += snap(self.flat.grad)
-        self.flat.zero_grad()
-        self.folded = [a or b for a, b in zip(self.folded, present, strict=True)]
-        return True
-
-    def _used_here(self) -> list[bool]:
-        """Per parameter: has this rank a gradient of it?"""
-        return self.flat.present() if self.accumulator is None else self.folded
-
-    def _unused_everywhere(self, grad: Tensor) -> list[bool]:
-        """Per owned piece: has no rank a gradient of its parameter? `grad` says so, where this rank does not know better."""
-        if all(self._used_here()):
-            return [False] * len(self.owned)
-        firsts = grad[[start for _, start, _ in self.owned]]
-        return (torch.signbit(firsts) & (firsts == 0)).tolist()
-
-    def reduce(self, divisor: int, group: Group) -> Tensor:
-        """The mean gradient of this rank's slice, in the master's dtype; -0.0 over parameters no rank has used.
-
-        From here to `gather` the parameters are only in their owners' master copies: their own memory receives what other
-        ranks send, so that a step needs no third buffer of the model's size.
-        """
-        used = self._used_here()
-        if self.accumulator is not None:
-            source = self.accumulator
-        else:
-            self.flat.collect()
-            source = self.flat.grad.to(self.master.dtype)
-        self.flat.mark_absent(source, used, -0.0)
-        inbox = self.flat.data if self.flat.data.dtype == source.dtype else None
-        total = reduce_scatter_sum(source, self.flat.bounds, group, inbox)
-        self.flat.mark_absent(source, used, 0.0)  # a later backward without zero_grad adds to zeros again
-        return total.div_(divisor).to(self.master.dtype)
-
-    def adopt_loaded_parameters(self) -> None:
-        """If the model's weights were overwritten since the last step (a loaded file), take them into the master copy."""
-        current = self.flat.data[self.lo : self.hi]
-        expected = self.master.to(current.dtype)
-        if not torch.equal(current, expected):
-            self.master = torch.where(current == expected, self.master, current.to(self.master.dtype))
-
-    def update(self, grad: Tensor, group_of: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """AdamW over the slice: one call for each run of neighbours with equal options and equal step count."""
-        runs: list[tuple[int, int, int, dict[str, Any]]] = []  # start, stop, step, options
-        for (i, start, stop), skip in zip(self.owned, self._unused_everywhere(grad), strict=True):
-            if skip:
-                continue
-            self.steps[i] += 1
-            options = group_of[self.flat.params[i]]
-            if runs and runs[-1][1] == start and runs[-1][2] == self.steps[i] and runs[-1][3] is options:
-                runs[-1] = (runs[-1][0], stop, self.steps[i], options)
-            else:
-                runs.append((start, stop, self.steps[i], options))
-        for start, stop, step, options in runs:
-            master, exp_avg, exp_avg_sq, g = (t[start:stop] for t in (self.master, self.exp_avg, self.exp_avg_sq, grad))
-            adamw_(
-                master, exp_avg, exp_avg_sq, g, step, **{k: options[k] for k in ("lr", "betas", "eps", "weight_decay")}
-            )
-
-    def gather(self, group: Group) -> None:
-        """Cast the updated slice into the parameters and collect everyone's."""
-        self.flat.data[self.lo : self.hi].copy_(self.master)
-        all_gather_slices(self.flat.data, self.flat.bounds, group)
-
-    def zero_grad(self) -> None:
-        self.flat.zero_grad()
-        if self.accumulator is not None:
-            self.accumulator.zero_()
-            self.folded = [False] * len(self.folded)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of the slice without its padding; `offset`, `numel` and `total` say which elements of how many."""
-        numel = max(min(self.hi, self.flat.total) - self.lo, 0)
-        tensors = {name: getattr(self, name)[:numel].clone() for name in STATE_NAMES}
-        return {
-            "offset": min(self.lo, self.flat.total),
-            "numel": numel,
-            "total": self.flat.total,
-            **tensors,
-            "steps": [*self.steps],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = self.state_dict()
-        for key in ("offset", "numel", "total"):
-            if state.get(key) != own[key]:
-                raise ValueError(f"{key} of the optimizer's shard is {state.get(key)}, but should be {own[key]}")
-        for name in STATE_NAMES:
-            if not isinstance(state.get(name), Tensor) or state[name].shape != own[name].shape:
-                raise ValueError(f"{name} of the optimizer's shard is not a tensor of {own['numel']} elements")
-        if len(state["steps"]) != len(self.steps):
-            raise ValueError(
-                f"steps of the optimizer's shard has {len(state['steps'])} entries, but should have {len(self.steps)}"
-            )
-        for name in STATE_NAMES:
-            getattr(self, name)[: own["numel"]].copy_(state[name])
-        mine = {i for i, _, _ in self.owned}  # a state cut anew for this rank brings everyone's counts
-        self.steps = [int(s) if i in mine else 0 for i, s in enumerate(state["steps"])]
+STAGES: dict[int, type[Stage1] | type[Stage2] | type[Stage3]] = {1: Stage1, 2: Stage2, 3: Stage3}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -161,12 +40,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
     bits, given the same mean gradient. What differs: `step()` averages gradients over ranks first, and gradients and
     parameters live in flat buffers, so a model is moved or cast before its optimizer is built, not after.
 
+    Stages 2 and 3 have the bits of stage 1, and its state. In both, gradients leave in backward, so `p.grad` is None after it, and
+    a step uses them up. To have stage 1's bits over several micro-batches too, all but the last one's backward run in `no_sync`. In
+    stage 3, parameters are whole while their module runs, and inside of `gathered`; every rank must run the same modules.
+
     Args:
         module: the model, or an iterable of parameters or of parameter groups, equal on all ranks.
         world_size, rank: of `group` (default: the world); must be the real ones.
-        max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_).
+        max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_);
+            `clipping` says what became of the last step's.
+        stage: of ZeRO, 1, 2 or 3. model: for stage 3, where the parameters are used, if `module` is not that.
+        bucket_mb: for stages 2 and 3, MiB of gradients a message.
+        offload: where else than in the parameters' memory master copy and moments live; the same bits.
         reduction: "sum", or "exact": sums on a fixed grid that depend on no order (see `exact.py`). In exact mode gradients
             are summed over micro-batches and divided by their number over all ranks at the step, so do not divide the loss.
+        group: the ranks that train the same parameters on different data.
+        model_axis: the ranks of one replica, where the model itself is cut: norms and overflows are theirs together.
+        scaler: for float16, what the loss was multiplied by. If any rank's gradient is not finite, no rank's parameters change.
 
     Raises ValueError, on all ranks, before anything is exchanged: options out of range (as AdamW), wrong world size or rank,
     parameters that differ between ranks.
@@ -185,6 +75,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         reduction: str = "sum",
         group: Group = None,
+        stage: int = 1,
+        model: nn.Module | None = None,
+        bucket_mb: float = 4.0,
+        offload: Offload | None = None,
+        model_axis: ModelAxis | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         if (world_size, rank) != world(group):
             raise ValueError(
@@ -194,19 +90,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"reduction is {reduction!r}, but should be 'sum' or 'exact'")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}, but should be above 0, or None")
+        if stage not in STAGES:
+            raise ValueError(f"stage is {stage!r}, but should be 1, 2 or 3")
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb is {bucket_mb!r}, but should be above 0")
+        model = module if model is None and isinstance(module, nn.Module) else model
+        if stage == 3 and model is None:
+            raise ValueError("model is None, but should be the module that uses the parameters, for stage 3")
         self.world_size, self.rank, self.group = world_size, rank, group
+        self.stage, self._model = stage, model
+        self._units: Units | None = None
+        self._offload = offload
+        self._reducer = Reducer(int(bucket_mb * 2**20), group) if stage > 1 else None
         self.max_norm, self.exact = max_norm, reduction == "exact"
+        self.norm, self.scaler = GlobalNorm(group, model_axis), scaler
         self.micro_batches = 0
         self.last_grad_sq = 0.0
+        self.clipping: Clipping | None = None  # of the last step, if there is a bound
         self._placed: set[int] = set()  # ids of the parameters that the shards hold, and so keep alive
-        self._shards: list[_Shard] | None = None  # None while the base class collects the groups
+        self._shards: list[Shard] | None = None  # None while the base class collects the groups
         params = module.parameters() if isinstance(module, nn.Module) else module
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._shards = []
         self._adopt_new_parameters()
 
     @property
-    def shards(self) -> list[_Shard]:
+    def shards(self) -> list[Shard]:
         return [] if self._shards is None else self._shards
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -226,12 +135,41 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for kind in kinds:
             alike = [p for p in new if (p.dtype, p.device) == kind]
             self._placed.update(map(id, alike))
-            self.shards.append(_Shard(alike, self.world_size, self.rank, self.exact))
+            self.shards.append(STAGES[self.stage](alike, self.world_size, self.rank, self.exact, self._offload))
+            self._attach(self.shards[-1])
+
+    def _attach(self, shard: Shard) -> None:
+        """Let a shard of stage 2 or 3 hear of its parameters' gradients, and of their use."""
+        if self._reducer is not None and isinstance(shard, ShardedGradients):
+            self._reducer.add(shard)
+        if isinstance(shard, Stage3) and self._model is not None:
+            self._units = self._units or Units(self._model, self.group)
+            self._units.add(shard)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Stages 2 and 3: backwards inside only add to this rank's own gradients, kept whole; the first one outside exchanges them all.
+
+        In exact mode it changes nothing: sums that depend on no order are exchanged at every backward. Nor in stage 1, which exchanges
+        at the step.
+        """
+        return nullcontext() if self._reducer is None or self.exact else self._reducer.no_sync()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, every parameter is whole, and what is written to it is kept. All ranks together. Nothing to do below stage 3."""
+        return nullcontext() if self._units is None else self._units.gathered()
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of gradients between backward and step: its own whole ones in stage 1, its slice of their sum above."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        sums = [t for shard in self.shards if isinstance(shard, ShardedGradients) for t in shard.gradients()]
+        return sums + [p.grad for p in params if p.grad is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They stay views of zeros whatever `set_to_none` says; `step` still skips the unused."""
         for shard in self.shards:
             shard.zero_grad()
+        if self._reducer is not None:
+            self._reducer.reset()
         for p in (p for g in self.param_groups for p in g["params"] if not p.requires_grad):
             p.grad = None
         self.micro_batches = 0
@@ -255,33 +193,58 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._adopt_new_parameters()
+        if self._units is not None:
+            self._units.free()
         for shard in self.shards:
-            shard.flat.check_views()
-            shard.adopt_loaded_parameters()
+            shard.prepare()
+        if self._reducer is not None:
+            self._reducer.flush()
         self.fold()
         divisor = self.world_size * max(self.micro_batches, 1)
         grads = [shard.reduce(divisor, self.group) for shard in self.shards]
+        if self._agreed_finite(grads):
+            self._update(grads)
+        for shard in self.shards:
+            shard.gather(self.group)
+        if self._reducer is not None:  # its gradients are used up
+            self._reducer.reset()
+            self.micro_batches = 0
+        return loss
+
+    def _agreed_finite(self, grads: list[Tensor]) -> bool:
+        """Take the loss scale out of the mean gradient; is it finite on all ranks? Without a scaler, nobody asks.
+
+        An overflow on one rank is an inf or a NaN in the sum, whose owner sees it.
+        """
+        if self.scaler is None:
+            return True
+        finite = self.norm.sum(float(not self.scaler.unscale_(grads))) == 0
+        self.scaler.update(finite)
+        self.last_grad_sq = self.last_grad_sq if finite else math.nan
+        return finite
+
+    def _update(self, grads: list[Tensor]) -> None:
+        """AdamW on this rank's slices, after clipping."""
         self._clip(grads)
         group_of = {p: g for g in self.param_groups for p in g["params"]}
         for shard, grad in zip(self.shards, grads, strict=True):
             shard.update(grad, group_of)
-            shard.gather(self.group)
-        return loss
 
     def _clip(self, grads: list[Tensor]) -> None:
         """Scale the mean gradient to `max_norm` by its norm over *all* slices, so that every rank scales alike."""
-        self.last_grad_sq = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in grads)
+        self.last_grad_sq = self.norm.own_sq(self.shards, grads)
         if self.max_norm is None:
             return
-        total = float(all_reduce_sum(torch.tensor(self.last_grad_sq, dtype=torch.float64), self.group).sqrt())
-        scale = min(self.max_norm / (total + 1e-6), 1.0)
+        self.clipping = Clipping(self.norm.sum(self.last_grad_sq) ** 0.5, self.max_norm)
         for grad in grads:
-            grad.mul_(scale)
+            grad.mul_(self.clipping.scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}; all copies, plain data and tensors."""
+        """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}, and "scaler" if there is one; all copies, plain
+        data and tensors."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        return {"shards": [shard.state_dict() for shard in self.shards], "groups": groups}
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"shards": [shard.state_dict() for shard in self.shards], "groups": groups, **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave on the same rank of the same layout. ValueError if it is of another.
@@ -294,8 +257,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"state has {len(shards)} shards and {len(groups)} groups, "
                 f"but should have {len(self.shards)} and {len(self.param_groups)}"
             )
+        if (self.scaler is None) != ("scaler" not in state_dict):
+            seen, wanted = ("no", "one") if self.scaler else ("one", "none")
+            raise ValueError(f"state has {seen} loss scaler, but should have {wanted}")
         for shard, state in zip(self.shards, shards, strict=True):
             shard.load_state_dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({k: tuple(v) if k == "betas" else v for k, v in saved.items()})
 

@@ -174,8 +174,20 @@ def load_module(spec: str) -> ModuleType:
     return importlib.import_module(spec)
 
 
+_keywords: dict[int, tuple[Callable[..., Any], tuple[frozenset[str], bool]]] = {}
+
+
 def keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """(names that `function` takes, whether it also takes any other). A class that passes **kwargs on is read up its bases."""
+    """(names that `function` takes, whether it also takes any other). A class that passes **kwargs on is read up its bases.
+
+    Asked for thousands of times, so remembered: by identity, since what is foreign may not hash.
+    """
+    if id(function) not in _keywords:
+        _keywords[id(function)] = function, _read_keywords(function)
+    return _keywords[id(function)][1]
+
+
+def _read_keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     names: set[str] = set()
     layers = (
         [c.__dict__["__init__"] for c in inspect.getmro(function) if "__init__" in c.__dict__]
