@@ -114,7 +114,7 @@ def should_roll_back(loss: float, gradients: Iterable[Tensor], last: float, spik
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:
-    """Is every element finite? A sum that is finite says so in one look; one that is not may have overflowed."""
-    if not tensors or math.isfinite(torch.stack([t.sum() for t in tensors]).sum()):
+    """Is every element finite? Norms that are say so in one look, the cheapest there is; one that is not may have overflowed."""
+    if not tensors or math.isfinite(torch.stack([torch.linalg.vector_norm(t) for t in tensors]).sum()):
         return True
     return all(bool(torch.isfinite(t).all()) for t in tensors)
