@@ -252,6 +252,24 @@ def test_a_step_holds_its_slice_of_gradients_the_units_in_flight_and_the_buckets
             assert seen["shard"] <= seen["peak"] <= seen["shard"] + units * seen["unit"] + in_flight
 
 
+def left_whole_body() -> list[list[Any]]:
+    """A forward without a backward before each step: its last unit waits for a backward that never comes."""
+    seen = []
+    for stage in (1, 3):
+        model, zero = build(stage)
+        train(model, zero, range(1, 2))
+        zero.zero_grad()
+        backward(model, 2, 0, True)
+        model(torch.zeros(1, 2, dtype=torch.int64), True)
+        zero.step()
+        seen.append(train(model, zero, range(3, 4)))
+    return seen
+
+
+def test_a_unit_left_whole_by_a_forward_alone_is_not_stale_after_the_step(ranks: World) -> None:
+    assert all(third == first for first, third in ranks.run(left_whole_body))
+
+
 def used_while_freed_body() -> list[bool]:
     model = MiniGPT()
     ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3)
