@@ -48,11 +48,12 @@ class Violation:
         parts = [f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None]
         return " ".join(parts)
 
-    def render(self, check: str, impl: str, world_size: int) -> str:
+    def render(self, check: str, impl: str, world_size: int, tp: int = 1) -> str:
         """The message a person reads: invariant, place, observed, expected, tensor, hint, and a line that replays it."""
+        layout = f"dp={world_size // tp}" + (f", tp={tp}" if tp > 1 else "")
         where = f" {self.place()}" if self.place() else ""
         lines = [
-            f"{check} [{impl}, dp={world_size}, world size {world_size}]{where}: "
+            f"{check} [{impl}, {layout}, world size {world_size}]{where}: "
             f"{self.what} is {self.observed}, but should be {self.expected}",
             f"stage: {self.stage}",
         ]
