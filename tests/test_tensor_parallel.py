@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from minigpt_dist.launch import World, ledger, run_world
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.model import MiniGPT
+from minigpt_dist.parallel.pipeline import layers_of
 from minigpt_dist.parallel.tensor import TensorAxis, attention, operators, tensor_parallel, token_loss, whole
 from minigpt_dist.parallel.tensor import whole_gradients as gradients_of
 from minigpt_dist.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -379,6 +380,18 @@ def test_parts_join_to_the_whole_they_were_cut_from(blocks: int, dim: int, parts
     pieces = [cut.part(whole_tensor, parts, i) for i in range(parts)]
     assert len({p.shape for p in pieces}) == 1
     assert torch.equal(cut.join(pieces), whole_tensor)
+
+
+def layers_body(sequence: bool) -> bool:
+    """Does the cut model, run layer by layer as a pipeline does, give what it gives as one?"""
+    model = tensor_parallel(plain_model(0, VOCAB, True), sequence_parallel=sequence)
+    ids, _ = batch(VOCAB)
+    return torch.equal(nn.Sequential(*layers_of(model))(ids), model(ids))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_a_pipeline_can_cut_the_cut_model_into_its_layers(two: World, sequence: bool) -> None:
+    assert two.run(layers_body, sequence) == [True, True]
 
 
 def refused_body(name: str) -> str:
