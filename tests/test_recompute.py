@@ -48,7 +48,7 @@ class CountingBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         runs = self.get_buffer("runs")
         runs += 1
-        return x + torch.tanh(self.inner(x) * runs)
+        return x + torch.tanh(self.inner(x) * float(runs))
 
 
 def built(layers: int = 3, dropout: float = 0.3) -> MiniGPT:
@@ -83,7 +83,7 @@ FORGETTING = {
 
 
 def bits_body(how: str, tensor: bool = False, dropout: float = 0.3) -> dict[str, Tensor]:
-    """Loss, gradients, buffers and the next random number after two backwards."""
+    """Losses, gradients, buffers and the next random number after two forwards and, the later one's first, their backwards."""
     model = built(dropout=dropout)
     if tensor:
         del model.blocks[-1]
@@ -92,12 +92,14 @@ def bits_body(how: str, tensor: bool = False, dropout: float = 0.3) -> dict[str,
     forgotten = mock.patch.object(*FORGETTING[how]) if how in FORGETTING else contextlib.nullcontext()
     ids = torch.arange(B * S).view(B, S) % 12
     with forgotten:
+        losses = []
         for seed in (1, 2):
             torch.manual_seed(seed)
-            loss = token_loss(model, model(ids), ids) if tensor else next_token_loss(model(ids), ids)
+            losses.append(token_loss(model, model(ids), ids) if tensor else next_token_loss(model(ids), ids))
+        for loss in reversed(losses):
             loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "next": torch.rand(1), **grads, **dict(model.named_buffers())}
+    return {"losses": torch.stack(losses).detach(), "next": torch.rand(1), **grads, **dict(model.named_buffers())}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
