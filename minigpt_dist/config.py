@@ -63,11 +63,12 @@ class TrainConfig:
     guard: what becomes of a step whose loss or gradients are not finite on any rank, or whose loss is above `spike` times the
     last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
     batches again or pass over the bad one.
-    zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
-    max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
     tp: ranks that share each layer of a replica (tensor parallelism); sequence_parallel: they cut the sequence outside of it too.
     recompute: blocks compute their activations again in backward. loss_scale: the first, for dtype
     "float16"; it changes by itself.
+    zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
+    max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
+    offload: where the optimizer's shard lives: "none" is with the parameters, "memory" the host's, "disk" a file. The numbers are the same.
     """
 
     world_size: int = 4
@@ -88,12 +89,13 @@ class TrainConfig:
     guard: str = "off"
     max_rollbacks: int = 3
     spike: float = 2.0
-    zero_stage: int = 1
-    max_norm: float = 0.0
     tp: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
     loss_scale: float = 2.0**16
+    zero_stage: int = 1
+    max_norm: float = 0.0
+    offload: str = "none"
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
@@ -120,8 +122,8 @@ class TrainConfig:
         require_one_of("guard", self.guard, GUARDS)
         require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
         require_one_of("reduction", self.reduction, REDUCTIONS)
-        require_one_of("zero_stage", self.zero_stage, STAGES)
         require(self.world_size % self.tp == 0, "world_size", self.world_size, f"a multiple of tp ({self.tp})")
+        require_one_of("zero_stage", self.zero_stage, STAGES)
         self.layout.require_fits(self.model, self.world_size)
         even = not self.sequence_parallel or self.model.seq_len % self.tp == 0
         require(even, "seq_len", self.model.seq_len, f"a multiple of tp ({self.tp}), where the sequence is cut")
@@ -133,13 +135,14 @@ class TrainConfig:
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread over its ranks."""
+        """How the run is spread over ranks."""
         return Layout(
-            dp=self.dp,
-            tp=self.tp,
+            self.dp,
+            self.tp,
             zero_stage=self.zero_stage,
             precision=self.dtype,
             recompute=self.recompute,
+            offload=self.offload,
             micro_batches=self.micro_batches,
         )
 

@@ -9,7 +9,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import FrameType, ModuleType
 
 import torch
@@ -34,21 +34,28 @@ def held(tensors: Iterable[Tensor]) -> int:
     return sum(_storages(tensors).values())
 
 
-def live_tensors() -> list[Tensor]:
+def live_tensors(counted: Collection[int] = ()) -> list[Tensor]:
     """Every tensor that some Python object holds now: an attribute, list, closure, module global, cache.
 
+    counted: addresses of storages that the caller knows already; a tensor that only refers to these may be left out.
     Not counted: what only a running function's local variable holds (the batch, the loss), and what only C++ holds, such as
     the buffers of a collective whose communication thread has not let go yet.
     """
     gc.collect()
     objects = [o for o in gc.get_objects() if type(o) is not FrameType]
-    tensors = [o for o in objects if issubclass(type(o), Tensor)]  # type(): isinstance would wake lazy proxies
-    # Objects frozen before a fork are not in get_objects: the globals of modules are added by hand.
+    # type(): isinstance would wake lazy proxies. A sparse tensor has no storage of its own.
+    tensors = [o for o in objects if issubclass(type(o), Tensor) and o.layout == torch.strided]
+    held = set(map(id, gc.get_referents(*objects)))
+    found = [t for t in tensors if id(t) in held]
+    known = {*counted, *_storages(found)}
+    open_ = [t for t in tensors if id(t) not in held and not known.issuperset(_storages([t]))]
+    if not open_:
+        return found
+    # Objects frozen before a fork are not in get_objects: the globals of modules are looked at by hand. Only now, because to
+    # look at all of them is to copy thousands of pages that a forked process shares.
     module_globals = [vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType]
-    held = set(map(id, gc.get_referents(*objects, *module_globals)))
-    return [
-        t for t in tensors if id(t) in held and t.layout == torch.strided
-    ]  # a sparse tensor has no storage of its own
+    held = set(map(id, gc.get_referents(*module_globals)))
+    return found + [t for t in open_ if id(t) in held]
 
 
 def live_bytes() -> int:
@@ -74,7 +81,7 @@ def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str,
         found = _storages(tensors)
         counts[kind] = sum(size for address, size in found.items() if address not in counted)
         counted.update(found)
-    rest = _storages(live_tensors())
+    rest = _storages(live_tensors(counted | before))
     counts["optimizer"] = sum(n for address, n in rest.items() if address not in counted and address not in before)
     return counts
 

@@ -160,10 +160,9 @@ class Worker:
             yield x, y
 
     def _backward(self, loss: Tensor, optimizer: Any) -> None:
-        scaler = getattr(optimizer, "scaler", None)
-        if scaler is not None:
-            loss = scaler.scaled(loss)
         with nullcontext() if self._last else self.pieces.accumulating(optimizer):
+            scaler = getattr(optimizer, "scaler", None)
+            loss = loss if scaler is None else scaler.scaled(loss)
             if self.config.reduction == "exact":
                 loss.backward()
                 optimizer.fold()

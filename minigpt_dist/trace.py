@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Record:
     grad_sq: squared 2-norm of this rank's slice of the mean gradient.
     param_norm: 2-norm over all parameters, summed in float64 in declaration order.
     params: name -> digest, parameters and buffers. optimizer: path -> digest of the state dict's leaves.
+    update_ratio: how far a sample of the parameters moved in this step, over its size. drift: which numbers are far from usual, and the
+    factor (`drift.py`).
     loss_scale: what the step's loss was multiplied by; nan without a scale. skipped: steps left out for an overflow, in the run so far.
     bytes: kind -> bytes held. collectives: what was called since the last record. tokens: ids read. seconds: by phase.
     """
@@ -81,6 +83,8 @@ class Record:
     collectives: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    update_ratio: float = math.nan
+    drift: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -131,7 +135,7 @@ class Trace:
 
 def to_line(record: Record) -> str:
     """One record as one line of JSON."""
-    return json.dumps(asdict(record), sort_keys=True)
+    return json.dumps(vars(record), sort_keys=True)
 
 
 def read_trace(path: Path) -> Trace:

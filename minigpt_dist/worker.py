@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from minigpt_dist.parallel.collectives import Group, exchange, world
 from minigpt_dist.parallel.ddp import broadcast_parameters
 from minigpt_dist.parallel.mesh import Mesh
 from minigpt_dist.parallel.model_axis import ModelAxis
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.precision import LossScaler
 from minigpt_dist.parallel.recompute import recompute_blocks
 from minigpt_dist.parallel.tensor import replicated_parameters, tensor_parallel, token_loss, whole
@@ -45,8 +47,9 @@ def _own_optimizer(
     rank: int,
     group: Group = None,
     model_axis: ModelAxis | None = None,
+    folder: Path | None = None,
 ) -> ZeroOptimizer:
-    """ZeRO-1 over the data-parallel ranks of `group`, with a loss scale for float16."""
+    """ZeRO over the data-parallel ranks of `group`, with a loss scale for float16. `folder`: on whose disk offloaded state is put."""
     return ZeroOptimizer(
         module,
         world_size,
@@ -57,10 +60,11 @@ def _own_optimizer(
         weight_decay=config.weight_decay,
         max_norm=config.max_norm or None,
         reduction=config.reduction,
-        stage=config.zero_stage,
         group=group,
         model_axis=model_axis,
         scaler=LossScaler(config.loss_scale) if config.dtype == "float16" else None,
+        stage=config.zero_stage,
+        offload=None if config.offload == "none" else Offload(config.offload, folder),
     )
 
 
@@ -76,38 +80,6 @@ def _own_load(folder: Path, world_size: int, rank: int) -> State:
     return states[rank]
 
 
-def _recomputing(pieces: Pieces) -> Pieces:
-    """`pieces`, whose model's blocks compute their activations again in backward."""
-
-    def model(sizes: ModelConfig) -> nn.Module:
-        return recompute_blocks(cast(MiniGPT, pieces.model(sizes)))
-
-    return replace(pieces, model=model)
-
-
-def _tensor_parallel(pieces: Pieces, config: TrainConfig) -> Pieces:
-    """`pieces`, over replicas that `config.tp` ranks hold between them. All ranks call it together: it makes the groups."""
-    mesh = Mesh(config.layout)
-    data, tensor = mesh.group("dp"), mesh.group("tp")
-
-    def model(sizes: ModelConfig) -> nn.Module:
-        return tensor_parallel(_own_model(sizes), tensor, sequence_parallel=config.sequence_parallel)
-
-    def optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> ZeroOptimizer:
-        elsewhere = replicated_parameters(module) if mesh.place.tp else ()
-        return _own_optimizer(module, config, config.dp, mesh.place.dp, data, ModelAxis(tensor, elsewhere))
-
-    return replace(
-        pieces,
-        model=model,
-        broadcast=lambda module: broadcast_parameters(module, group=data),
-        optimizer=optimizer,
-        load=lambda folder, world_size, rank: load_sharded(folder, world_size)[rank],  # of this very layout
-        loss=token_loss,
-        full_parameters=whole,
-    )
-
-
 OURS = Pieces(
     _own_model,
     _own_corpus,
@@ -121,9 +93,42 @@ OURS = Pieces(
 )
 
 
-def pieces_of(config: TrainConfig) -> Pieces:
-    """Our pieces for one run. ValueError if its layout is of another number of ranks than there are."""
-    pieces = OURS if config.tp == 1 else _tensor_parallel(OURS, config)
+def _recomputing(pieces: Pieces) -> Pieces:
+    """`pieces`, whose model's blocks compute their activations again in backward."""
+
+    def model(sizes: ModelConfig) -> nn.Module:
+        return recompute_blocks(cast(MiniGPT, pieces.model(sizes)))
+
+    return replace(pieces, model=model)
+
+
+def _tensor_parallel(pieces: Pieces, config: TrainConfig, folder: Path) -> Pieces:
+    """`pieces`, over replicas that `config.tp` ranks hold between them. All ranks call it together: it makes the groups."""
+    mesh = Mesh(config.layout)
+    data, tensor = mesh.group("dp"), mesh.group("tp")
+
+    def model(sizes: ModelConfig) -> nn.Module:
+        return tensor_parallel(_own_model(sizes), tensor, sequence_parallel=config.sequence_parallel)
+
+    def optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> ZeroOptimizer:
+        elsewhere = replicated_parameters(module) if mesh.place.tp else ()
+        return _own_optimizer(module, config, config.dp, mesh.place.dp, data, ModelAxis(tensor, elsewhere), folder)
+
+    return replace(
+        pieces,
+        model=model,
+        broadcast=lambda module: broadcast_parameters(module, group=data),
+        optimizer=optimizer,
+        load=lambda folder, world_size, rank: load_sharded(folder, world_size)[rank],  # of this very layout
+        loss=token_loss,
+        full_parameters=whole,
+    )
+
+
+def pieces_of(config: TrainConfig, folder: Path) -> Pieces:
+    """Our pieces for one run, whose files are in `folder`. ValueError if its layout is of another number of ranks than there are."""
+    pieces = replace(OURS, optimizer=partial(_own_optimizer, folder=folder))
+    pieces = pieces if config.tp == 1 else _tensor_parallel(pieces, config, folder)
     return _recomputing(pieces) if config.recompute else pieces
 
 
@@ -132,7 +137,8 @@ def rank_body(
 ) -> dict[str, Any]:
     """What `launch` runs on each rank for this package's own pieces: plain data in, plain data out."""
     wanted = TrainConfig.from_dict(config)
-    worker = Worker(wanted, Path(folder), pieces_of(wanted), resume, frozenset(watch), device)
+    pieces = pieces_of(wanted, Path(folder))
+    worker = Worker(wanted, Path(folder), pieces, resume, frozenset(watch), device)
     worker.source = None if source is None else Path(source)
     return worker.run()
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
 FREE_FOR_FALL = (
+    *("tp", "sequence_parallel", "recompute", "zero_stage", "offload"),
     *("world_size", "steps", "seed", "micro_batches", "dtype", "reduction", "guard", "max_rollbacks", "spike"),
-    *("zero_stage", "tp", "sequence_parallel", "recompute"),
     *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
 )
 
@@ -99,6 +99,8 @@ def optimizer_share(config: TrainConfig) -> tuple[int, str]:
         config.reduction == "exact" and config.zero_stage == 1
     ):  # summed in float64 over micro-batches, before they are cut
         share, rule = share + 8 * N * -(-P // N), f"{rule}, and 8P of the exact sum"
+    if config.offload != "none":
+        rule = f"{rule}, offloaded to {config.offload}"
     return share, rule
 
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from minigpt_dist.parallel.clipping import Clipping
-from minigpt_dist.parallel.collectives import Group, all_reduce_sum, world
+from minigpt_dist.parallel.collectives import Group, world
 from minigpt_dist.parallel.ddp import require_same_on_all_ranks
+from minigpt_dist.parallel.global_norm import GlobalNorm
 from minigpt_dist.parallel.model_axis import ModelAxis
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.precision import LossScaler
 from minigpt_dist.parallel.stages.reducer import Reducer
 from minigpt_dist.parallel.stages.shard import Shard
@@ -49,10 +51,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             `clipping` says what became of the last step's.
         stage: of ZeRO, 1, 2 or 3. model: for stage 3, where the parameters are used, if `module` is not that.
         bucket_mb: for stages 2 and 3, MiB of gradients a message.
-        model_axis: the ranks of one replica, where the model itself is cut: norms and overflows are theirs together.
-        scaler: for float16, what the loss was multiplied by. If any rank's gradient is not finite, no rank's parameters change.
+        offload: where else than in the parameters' memory master copy and moments live; the same bits.
         reduction: "sum", or "exact": sums on a fixed grid that depend on no order (see `exact.py`). In exact mode gradients
             are summed over micro-batches and divided by their number over all ranks at the step, so do not divide the loss.
+        group: the ranks that train the same parameters on different data.
+        model_axis: the ranks of one replica, where the model itself is cut: norms and overflows are theirs together.
+        scaler: for float16, what the loss was multiplied by. If any rank's gradient is not finite, no rank's parameters change.
 
     Raises ValueError, on all ranks, before anything is exchanged: options out of range (as AdamW), wrong world size or rank,
     parameters that differ between ranks.
@@ -74,6 +78,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: int = 1,
         model: nn.Module | None = None,
         bucket_mb: float = 4.0,
+        offload: Offload | None = None,
         model_axis: ModelAxis | None = None,
         scaler: LossScaler | None = None,
     ) -> None:
@@ -95,9 +100,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.world_size, self.rank, self.group = world_size, rank, group
         self.stage, self._model = stage, model
         self._units: Units | None = None
+        self._offload = offload
         self._reducer = Reducer(int(bucket_mb * 2**20), group) if stage > 1 else None
         self.max_norm, self.exact = max_norm, reduction == "exact"
-        self.model_axis, self.scaler = model_axis, scaler
+        self.norm, self.scaler = GlobalNorm(group, model_axis), scaler
         self.micro_batches = 0
         self.last_grad_sq = 0.0
         self.clipping: Clipping | None = None  # of the last step, if there is a bound
@@ -129,7 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for kind in kinds:
             alike = [p for p in new if (p.dtype, p.device) == kind]
             self._placed.update(map(id, alike))
-            self.shards.append(STAGES[self.stage](alike, self.world_size, self.rank, self.exact))
+            self.shards.append(STAGES[self.stage](alike, self.world_size, self.rank, self.exact, self._offload))
             self._attach(self.shards[-1])
 
     def _attach(self, shard: Shard) -> None:
@@ -197,10 +203,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         divisor = self.world_size * max(self.micro_batches, 1)
         grads = [shard.reduce(divisor, self.group) for shard in self.shards]
         if self._agreed_finite(grads):
-            self._clip(grads)
-            group_of = {p: g for g in self.param_groups for p in g["params"]}
-            for shard, grad in zip(self.shards, grads, strict=True):
-                shard.update(grad, group_of)
+            self._update(grads)
         for shard in self.shards:
             shard.gather(self.group)
         if self._reducer is not None:  # its gradients are used up
@@ -215,36 +218,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self.scaler is None:
             return True
-        bad = torch.tensor(float(not self.scaler.unscale_(grads)), dtype=torch.float64)
-        finite = float(self._sum_over_all(bad)) == 0
+        finite = self.norm.sum(float(not self.scaler.unscale_(grads))) == 0
         self.scaler.update(finite)
         self.last_grad_sq = self.last_grad_sq if finite else math.nan
         return finite
 
-    def _sum_over_all(self, value: Tensor) -> Tensor:
-        """`value` summed over the data ranks, and over those of the replica if there are several."""
-        value = all_reduce_sum(value, self.group)
-        return value if self.model_axis is None else self.model_axis.sum(value)
+    def _update(self, grads: list[Tensor]) -> None:
+        """AdamW on this rank's slices, after clipping."""
+        self._clip(grads)
+        group_of = {p: g for g in self.param_groups for p in g["params"]}
+        for shard, grad in zip(self.shards, grads, strict=True):
+            shard.update(grad, group_of)
 
     def _clip(self, grads: list[Tensor]) -> None:
         """Scale the mean gradient to `max_norm` by its norm over *all* slices, so that every rank scales alike."""
-        self.last_grad_sq = sum(
-            float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
-            for shard, grad in zip(self.shards, grads, strict=True)
-            for part in self._counted(shard, grad)
-        )
+        self.last_grad_sq = self.norm.own_sq(self.shards, grads)
         if self.max_norm is None:
             return
-        total = float(self._sum_over_all(torch.tensor(self.last_grad_sq, dtype=torch.float64)).sqrt())
-        self.clipping = Clipping(total, self.max_norm)
+        self.clipping = Clipping(self.norm.sum(self.last_grad_sq) ** 0.5, self.max_norm)
         for grad in grads:
             grad.mul_(self.clipping.scale)
-
-    def _counted(self, shard: Shard, grad: Tensor) -> list[Tensor]:
-        """The parts of a slice's gradient that count in the norm here: all of it, but for what another rank of the replica counts."""
-        if self.model_axis is None:
-            return [grad]
-        return [grad[lo:hi] for i, lo, hi in shard.owned if self.model_axis.counts(shard.flat.params[i])]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}, and "scaler" if there is one; all copies, plain
