@@ -287,11 +287,13 @@ def ahead_body() -> list[int]:
     model = MiniGPT(num_layers=3)
     ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3, bucket_mb=25)  # gradients leave at the end
     ids, started = torch.zeros(1, 4, dtype=torch.int64), list[int]()
+
+    def watch(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(lambda _: started.append(len(ledger.entries())))
+
     for block in model.blocks:
-        block.register_forward_hook(
-            lambda _, args, out: out.register_hook(lambda _: started.append(len(ledger.entries())))
-        )
-    model(ids)  # learns the order of use
+        block.register_forward_hook(watch)
+    model(ids)  # which tells the order of use
     loss = model(ids).sum()
     ledger.clear()
     loss.backward()
