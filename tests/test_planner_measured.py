@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.launch import run_world
 from minigpt_dist.layout import Layout
 from minigpt_dist.loss import next_token_loss
+from minigpt_dist.memory import baseline, census
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.collectives import ONE_ROUND_BYTES, world
 from minigpt_dist.parallel.p2p import Peers
@@ -89,6 +92,51 @@ def test_bytes_on_the_data_axis_are_those_of_the_trace(N: int, name: str, dtype:
     predicted = communication(ModelShape.of("minigpt", MODELS[name]), Layout(dp=N, precision=dtype), BATCH)
     assert [rank[-1] for rank in measured(N, name, dtype)] == [predicted.dp] * N
     assert (predicted.tp, predicted.pp) == (0, 0)
+
+
+def fullest_body(sizes: dict[str, Any], layout: dict[str, Any]) -> int:
+    """The most bytes alive at once in a step, state included; the least of some steps, as above."""
+    plan = Layout(**layout)
+    known = baseline()
+    model = MiniGPT(**sizes).to(getattr(torch, plan.precision))
+    optimizer, peaks = ZeroOptimizer(model, *world(), stage=plan.zero_stage), []
+    x = torch.zeros((BATCH, model.seq_len), dtype=torch.int64)
+    optimizer.zero_grad()
+    held = sum(census(model, known).values()) - x.nbytes
+    for _ in range(4):
+        with Peak() as peak:
+            for m in range(plan.micro_batches):
+                with nullcontext() if m == plan.micro_batches - 1 else optimizer.no_sync():
+                    next_token_loss(model(x), x).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(peak.most)
+    return held + min(peaks)
+
+
+STAGED = [(2, 1, 1, "float32"), (2, 3, 1, "bfloat16")]
+MORE = [c for c in itertools.product((1, 2, 4), (1, 2, 3), (1, 3), ("float32", "bfloat16")) if c not in STAGED]
+LOOKED_AT = [*STAGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+DEEP = ModelConfig(vocab=128, embed_dim=64, num_heads=4, num_layers=6, seq_len=64)
+
+
+@pytest.mark.parametrize("N, stage, micro_batches, dtype", LOOKED_AT)
+def test_the_fullest_moment_of_a_step_is_as_predicted_within_five_percent(
+    N: int, stage: int, micro_batches: int, dtype: str
+) -> None:
+    layout = Layout(dp=N, zero_stage=stage, precision=dtype, micro_batches=micro_batches)
+    predicted = memory(ModelShape.of("minigpt", DEEP), layout, BATCH).total
+    assert max(run_world(fullest_body, N, asdict(DEEP), asdict(layout))) == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("N, stage, micro_batches", [*itertools.product((2, 4), (2, 3), (1, 3))])
+def test_bytes_of_later_stages_are_those_of_the_trace(N: int, stage: int, micro_batches: int, tmp_path: Path) -> None:
+    config = TrainConfig(N, 1, batch=BATCH, checkpoint_step=0, zero_stage=stage, micro_batches=micro_batches)
+    ranks = run_world(rank_body, N, config.to_dict(), str(tmp_path), False, ["collectives"], "cpu")
+    payload = sum(call["bytes"] for rank in ranks for call in rank["records"][-1]["collectives"])
+    predicted = communication(ModelShape.of("minigpt", config.model), config.layout, BATCH).dp
+    assert payload * (N - 1) // N == N * predicted  # the mean over ranks: a unit's owner sends all of it
 
 
 def test_one_round_gathers_end_where_the_collective_ends_them() -> None:

@@ -34,7 +34,7 @@ def print_search(shape: ModelShape, cluster: Cluster, global_batch: int, found: 
         )
         _say(
             console,
-            "memory and bytes sent: of the rank with most, a step; total: without what is gone when buffers come",
+            "memory and bytes sent: of the rank with most, a step; total: at the fullest moment",
         )
         console.print(_table(console, plans[:top]))
     refused = sum(failure.count for failure in found.failures)

@@ -42,29 +42,32 @@ def communication_of(
 ) -> Communication:
     """One pipeline rank's."""
     return Communication(
-        dp=data_bytes(share.numel(shape, layout), layout, techniques),
+        dp=data_bytes(share, shape, layout, techniques),
         tp=tensor_bytes(share, shape, layout, batch, techniques),
         pp=pipeline_bytes(share, shape, layout, batch, techniques),
     )
 
 
-def data_bytes(numel: int, layout: Layout, techniques: Techniques) -> int:
-    """A reduce-scatter of gradients and an all-gather of parameters, or both of gradients under stage 0.
+def data_bytes(share: Share, shape: ModelShape, layout: Layout, techniques: Techniques) -> int:
+    """A reduce-scatter of gradients and an all-gather of parameters, or both of gradients under stage 0; of stage 3, the mean over ranks.
 
     Stages 0 to 2 move what an all-reduce moves, stage 3 half as much again (Rajbhandari et al. 2020, section 7): it collects parameters
-    once for forward and once for backward. Stages 2 and 3 do not wait for the last micro-batch.
+    once for forward and once for backward, but for the last unit's, which are still there.
     """
-    N, M = layout.dp, layout.micro_batches
+    N, M, numel = layout.dp, layout.micro_batches, share.numel(shape, layout)
+    e, master = element_bytes(layout.precision), master_bytes(layout.precision)
     if N == 1:
         return 0
     sent = (N - 1) * -(-numel // N)  # elements that one reduce-scatter, or one all-gather, takes
-    parameters = gradients = sent * element_bytes(layout.precision)
-    if techniques.sum_in_master:
-        gradients = sent * master_bytes(layout.precision)
+    gradients = sent * (master if techniques.sum_in_master else e)
     if layout.zero_stage == 0:
         return 2 * gradients
-    reductions = M if layout.zero_stage >= 2 else 1
-    return reductions * gradients + (2 * M if layout.zero_stage == 3 else 1) * parameters
+    if layout.zero_stage >= 2 and techniques.sum_each:
+        gradients *= M
+    if layout.zero_stage < 3:
+        return gradients + sent * e
+    last = shape.head_numel(layout) if share.head else shape.block_numel(layout.tp)
+    return gradients + M * e * (N - 1) * (2 * numel - last) // N
 
 
 def tensor_bytes(share: Share, shape: ModelShape, layout: Layout, batch: int, techniques: Techniques) -> int:

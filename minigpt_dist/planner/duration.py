@@ -49,7 +49,7 @@ def duration(shape: ModelShape, layout: Layout, batch: int, cluster: Cluster, te
     paced = [_busy(share, shape, layout, batch, cluster, techniques) for share in extremes(shape, layout)]
     compute, tp, pp, share = max(paced, key=lambda each: each[0] + each[1] + each[2])
     idle = bubble_fraction(layout) * (compute + tp + pp)
-    sent = data_bytes(share.numel(shape, layout), layout, techniques) / cluster.bandwidth(layout, "dp")
+    sent = data_bytes(share, shape, layout, techniques) / cluster.bandwidth(layout, "dp")
     under = compute + tp if layout.zero_stage == 3 else 0.0
     exposed = max(sent - HIDDEN * under, (1 - HIDDEN) * sent) if under else sent
     return Duration(compute, exposed, tp, pp, idle, _update(share, shape, layout, cluster))

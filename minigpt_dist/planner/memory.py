@@ -15,15 +15,13 @@ from minigpt_dist.planner.shape import ModelShape
 from minigpt_dist.planner.stages import Share, extremes
 from minigpt_dist.planner.techniques import OWN, Techniques, element_bytes, master_bytes
 
-UNITS_IN_FLIGHT = 2  # under stage 3: the block at work, and the next one, which is being gathered
-
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at its peak.
+    """Bytes on one rank.
 
     optimizer: master copy and two moments. activations: what backward needs, at the most in one step. buffers: what the exchange and
-    the update need beside, at the most; by then the activations are gone.
+    the update need beside, at the most. total: at the fullest moment, at which not all of these are there.
     """
 
     params: int
@@ -31,13 +29,10 @@ class Memory:
     optimizer: int
     activations: int
     buffers: int
-
-    @property
-    def total(self) -> int:
-        return self.params + self.grads + self.optimizer + max(self.activations, self.buffers)
+    total: int
 
     def to_dict(self) -> dict[str, int]:
-        return {**asdict(self), "total": self.total}
+        return asdict(self)
 
 
 def memory(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques = OWN) -> Memory:
@@ -49,43 +44,78 @@ def memory(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques
 def memory_of(share: Share, shape: ModelShape, layout: Layout, batch: int, techniques: Techniques) -> Memory:
     """One pipeline rank's."""
     P, N, stage = share.numel(shape, layout), layout.dp, layout.zero_stage
-    element, master = element_bytes(layout.precision), master_bytes(layout.precision)
+    e, master = element_bytes(layout.precision), master_bytes(layout.precision)
     piece = -(-P // N)
     padded = P if stage == 0 else N * piece
-    optimizer = 3 * master * piece if stage else (2 if element == master else 3) * master * P
-    return Memory(
-        params=element * (piece if stage == 3 else padded),
-        grads=element * (piece if stage >= 2 else padded),
-        optimizer=optimizer if layout.offload == "none" else 0,
-        activations=activations(share, shape, layout, batch, techniques),
-        buffers=_buffers(padded, piece, shape, layout, techniques),
-    )
+    optimizer = 3 * master * piece if stage else (2 if e == master else 3) * master * P
+    whole = _whole_gradients(padded, layout, techniques)
+    summed = piece * (master if techniques.sum_in_master else e) if stage >= 2 else 0
+    held = {
+        "params": e * padded if stage < 3 else e if techniques.master_alone else e * piece,
+        "grads": whole + summed,
+        "optimizer": optimizer if layout.offload == "none" else 0,
+    }
+    kept, fullest = (activations(share, shape, layout, batch, techniques, loss) for loss in (False, True))
+    under_way = _in_backward(share, shape, layout, techniques)
+    after = _after_backward(padded, piece, layout, techniques)
+    states = sum(held.values())
+    # The sum is made when the first bucket has been sent, and whole gradients have gone into buckets by the end of backward.
+    later = summed if techniques.sent_at_once(stage, P) == P else 0
+    left = whole if stage >= 2 else 0
+    total = max(states - later + fullest + under_way, states - left + after)
+    return Memory(**held, activations=kept, buffers=max(under_way, after), total=total)
 
 
-def _buffers(padded: int, piece: int, shape: ModelShape, layout: Layout, techniques: Techniques) -> int:
-    """What is alive beside the state between backward and the end of the step, at the most, and stage 3's units in flight.
+def _whole_gradients(padded: int, layout: Layout, techniques: Techniques) -> int:
+    """A rank's own ones: all of a step's, or in stages 2 and 3 those that wait for the last micro-batch."""
+    if layout.zero_stage >= 2 and (techniques.sum_each or layout.micro_batches == 1):
+        return 0
+    return element_bytes(layout.precision) * padded
 
-    Sum: a gradient narrower than the master is copied to the master's type and received into memory of its own; one of the master's type is
-    received into the parameters' memory. Update: what was received stays, and Adam's denominator is one more vector. Collect: a short
-    message is repeated for each receiver.
+
+def _in_backward(share: Share, shape: ModelShape, layout: Layout, techniques: Techniques) -> int:
+    """Stages 2 and 3, when activations are most: the bucket that is filled and the one under way, and of stage 3 the unit that backward
+    begins with and the next."""
+    if layout.zero_stage < 2:
+        return 0
+    numel, e = share.numel(shape, layout), element_bytes(layout.precision)
+    bucket = techniques.sent_at_once(layout.zero_stage, numel)
+    width = master_bytes(layout.precision) if techniques.sum_in_master else e
+    filled = bucket * width * (1 if bucket == numel else 2)
+    block = shape.block_numel(layout.tp)
+    units = block + (shape.head_numel(layout) if share.head else block)
+    return filled + (units * e if layout.zero_stage == 3 else 0)
+
+
+def _after_backward(padded: int, piece: int, layout: Layout, techniques: Techniques) -> int:
+    """What is alive beside the state when the activations are gone.
+
+    Sum: a gradient narrower than the master is copied to the master's type and received into memory of its own; at the step, one of the
+    master's type is received into the parameters' memory. Update: what was received stays, and Adam's denominator is one more vector.
+    Collect: a short message is repeated for each receiver.
     """
-    e, master, N = element_bytes(layout.precision), master_bytes(layout.precision), layout.dp
-    bucket = padded if techniques.bucket is None else min(techniques.bucket, padded)
-    units = UNITS_IN_FLIGHT * shape.block_numel(layout.tp) * e if layout.zero_stage == 3 else 0
-    copied = master * bucket if e < master else 0
-    received = master * bucket if layout.zero_stage and (e < master or N == 1) else 0
+    e, master, N, stage = element_bytes(layout.precision), master_bytes(layout.precision), layout.dp, layout.zero_stage
+    bucket = techniques.sent_at_once(stage, padded)
     denominator = master * min(piece, bucket)
-    repeated = e * padded if layout.zero_stage and N > 1 and e * padded <= techniques.one_round_bytes else 0
-    return units + received + max(copied, denominator, repeated)
+    repeated = e * padded if 0 < stage < 3 and N > 1 and e * padded <= techniques.one_round_bytes else 0
+    if stage >= 2:
+        return max(master * (bucket + min(N * bucket, padded if N > 1 else piece)), denominator, repeated)
+    copied = master * bucket if e < master else 0
+    received = master * bucket if stage and (e < master or N == 1) else 0
+    return received + max(copied, denominator, repeated)
 
 
-def activations(share: Share, shape: ModelShape, layout: Layout, batch: int, techniques: Techniques) -> int:
-    """What this rank keeps for backward when most micro-batches are under way.
+def activations(
+    share: Share, shape: ModelShape, layout: Layout, batch: int, techniques: Techniques, loss: bool = False
+) -> int:
+    """What this rank keeps for backward when most micro-batches are under way; with `loss`, and the two gradients it begins with.
 
     With recomputation it is each block's input, and beside them either what the head keeps or what one block has made again.
     """
     whole = block_bytes(shape, layout, batch, techniques)
     head = head_bytes(shape, layout, batch, techniques) if share.head else 0
+    if share.head and loss:  # of the logits, and of the logarithms of the probabilities
+        head += 2 * logits_bytes(shape, layout, batch)
     positions = 8 * shape.sizes.seq_len if share.embedding else 0
     if not layout.recompute:
         return live_blocks(share, layout) * whole + head + positions
@@ -164,6 +194,12 @@ def head_bytes(shape: ModelShape, layout: Layout, batch: int, techniques: Techni
     sizes, e = shape.sizes, element_bytes(layout.precision)
     tokens = batch * sizes.seq_len
     spread = layout.tp if techniques.sequence_parallel else 1
-    vocab = layout.padded_vocab(sizes.vocab) // layout.tp
     kept = (2 * tokens * sizes.embed_dim + 2 * tokens) * e // spread
-    return kept + (tokens * vocab + 1) * max(e, 4)  # the loss is float32 in half types
+    words = layout.padded_vocab(sizes.vocab) // layout.tp
+    return kept + (tokens * words + 1) * max(e, 4)  # the loss is float32 in half types
+
+
+def logits_bytes(shape: ModelShape, layout: Layout, batch: int) -> int:
+    """One number a token and word of the vocabulary, of float32 for half types, as the loss."""
+    vocab = layout.padded_vocab(shape.sizes.vocab) // layout.tp
+    return batch * shape.sizes.seq_len * vocab * max(element_bytes(layout.precision), 4)
