@@ -61,6 +61,7 @@ class TrainConfig:
     last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
     batches again or pass over the bad one.
     zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
+    max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
     offload: where the optimizer's shard lives: "none" is with the parameters, "memory" the host's, "disk" a file. The numbers are the same.
     """
 
@@ -83,6 +84,7 @@ class TrainConfig:
     max_rollbacks: int = 3
     spike: float = 2.0
     zero_stage: int = 1
+    max_norm: float = 0.0
     offload: str = "none"
     model: ModelConfig = field(default_factory=ModelConfig)
 
@@ -91,7 +93,7 @@ class TrainConfig:
             require_count(name, getattr(self, name))
         for name in ("seed", "checkpoint_step", "checkpoint_every", "max_rollbacks"):
             require_count(name, getattr(self, name), least=0)
-        for name in ("lr", "eps", "weight_decay", "checkpoint_minutes"):
+        for name in ("lr", "eps", "weight_decay", "max_norm", "checkpoint_minutes"):
             value = getattr(self, name)
             require(
                 isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,

@@ -85,3 +85,19 @@ def baseline() -> list[UntypedStorage]:
 def zero1_bytes(numel: int, world_size: int, bytes_per_element: int = 12) -> int:
     """Optimizer bytes a rank under ZeRO-1: 12*ceil(P/N) for fp32 master, first and second moment."""
     return bytes_per_element * -(-numel // world_size)
+
+
+def state_bytes(stage: int, dtype: str, world_size: int) -> dict[str, float]:
+    """Bytes of model states a parameter and rank, by kind, between backward and step, without padding.
+
+    stage: 0 for data parallelism that cuts nothing, else ZeRO's. dtype: of parameters: "float32", or "bfloat16" beside a float32
+    master copy. Rajbhandari et al. 2020, section 3.1 and figure 1, with Adam's K = 12, but for what is ours: from stage 1 on float32
+    has a master copy too, until stage 3, in which it is all there is; gradients that are cut are summed in float32.
+    """
+    size, N = {"float32": 4, "bfloat16": 2}[dtype], world_size
+    moments, master = 8, 4 if stage or dtype != "float32" else 0
+    return {
+        "params": size if stage < 3 else 0,
+        "grads": size if stage < 2 else 4 / N,
+        "optimizer": (master + moments) / (N if stage else 1),
+    }

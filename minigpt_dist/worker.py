@@ -47,6 +47,7 @@ def _own_optimizer(
         betas=config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
+        max_norm=config.max_norm or None,
         reduction=config.reduction,
         stage=config.zero_stage,
         offload=None if config.offload == "none" else Offload(config.offload, folder),

@@ -102,6 +102,28 @@ def test_a_resumed_run_ends_in_the_bytes_of_the_unbroken_one(run: Run, tmp_path:
     assert [row[0] for row in rows(resumed.out, "Loss")] == ["3", "4"]
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_run_resumed_at_another_stage_ends_in_the_bytes_of_the_unbroken_one(
+    run: Run, stage: int, tmp_path: Path
+) -> None:
+    resumed = run_into(tmp_path / "on", "--resume", str(run.folder), "--zero", str(stage))
+    last, again = read_trace(run.folder / "trace.jsonl").at(4), read_trace(tmp_path / "on" / "trace.jsonl").at(4)
+    assert resumed.code == 0
+    assert [(r.params, r.optimizer, r.loss) for r in again] == [(r.params, r.optimizer, r.loss) for r in last]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--tie-head --dropout 0.1 --micro-batches 2", "--guard skip --max-norm 0.3"])
+def test_a_whole_run_of_each_stage_is_verified_and_has_the_bits_of_stage_1(options: str, tmp_path: Path) -> None:
+    seen = []
+    for stage in "123":
+        run = run_into(tmp_path / stage, "--zero", stage, "--world-size", "3", "--steps", "6", *options.split())
+        assert run.code == 0
+        records = read_trace(tmp_path / stage / "trace.jsonl").records
+        seen.append([(r.step, r.rank, repr(r.loss), r.params, r.optimizer) for r in records])
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_a_run_resumed_on_fewer_ranks_ends_in_the_same_parameters(run: Run, tmp_path: Path) -> None:
     run_into(tmp_path / "on", "--resume", str(run.folder), "--world-size", "1")
     assert (

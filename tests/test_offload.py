@@ -118,6 +118,7 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a step is read from Linux's /proc")
 def test_a_step_on_disk_is_resident_a_few_chunks_at_a_time(tmp_path: Path) -> None:
     numel, chunk = 2**23, 2**16

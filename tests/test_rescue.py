@@ -59,11 +59,19 @@ def last(ranks: list[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("what", "at"), [("spike", 2), ("nan on rank 1", 5)])
+@pytest.mark.parametrize(
+    ("what", "at", "stage"),
+    [
+        ("spike", 2, 1),
+        ("nan on rank 1", 5, 1),
+        *(pytest.param("nan on rank 1", 5, z, marks=pytest.mark.slow) for z in (2, 3)),
+    ],
+)
 def test_a_replayed_step_ends_with_the_bytes_of_a_run_that_nothing_disturbed(
-    tmp_path: Path, what: str, at: int
+    tmp_path: Path, what: str, at: int, stage: int
 ) -> None:
-    disturbed, quiet = run(tmp_path / "a", what, at, 1), run(tmp_path / "b", what, at, 0)
+    disturbed = run(tmp_path / "a", what, at, 1, zero_stage=stage)
+    quiet = run(tmp_path / "b", what, at, 0, zero_stage=stage)
     assert last(disturbed) == last(quiet)
     assert [r["step"] for r in disturbed[0]["records"]] == list(range(9))
     assert [len(r["incidents"]) for r in disturbed + quiet] == [1, 1, 0, 0]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minigpt_dist import MiniGPT, ZeroOptimizer
-from minigpt_dist.launch import LaunchError, RankError, World, run_world
+from minigpt_dist.launch import LaunchError, RankError, World, ledger, run_world
 from minigpt_dist.memory import held, live_bytes
 from minigpt_dist.model import Block
 from minigpt_dist.parallel.stages.units import unit_modules
@@ -105,6 +105,44 @@ def test_stages_2_and_3_have_the_bits_of_stage_1_at_every_step(ranks: World, cas
     for first, second, third in ranks.run(stages_body, case):
         assert second == first
         assert third == first
+
+
+def clipped_body(max_norm: float) -> list[Any]:
+    """Per stage: what one step's clipping reports, and the parameters after it."""
+    seen = []
+    for stage in (1, 2, 3):
+        model, zero = build(stage, torch.float64, max_norm=max_norm)
+        train(model, zero, range(1, 2))
+        with zero.gathered():
+            parameters = [p.detach().clone() for p in model.parameters()]
+        assert zero.clipping is not None
+        seen.append([zero.clipping.norm, zero.clipping.scale, str(zero.clipping), parameters])
+    return seen
+
+
+def clipped_by_torch_body(world_size: int, max_norm: float) -> list[Any]:
+    """The same on one process, by clip_grad_norm_ and AdamW: the norm before, and the parameters."""
+    model = Odd().double()
+    for rank in range(world_size):
+        draw = torch.Generator().manual_seed(100 + rank * 10)
+        ids = torch.randint(0, 12, (3, 5), generator=draw)
+        logits = model(ids, True).flatten(0, 1).float()
+        (nn.functional.cross_entropy(logits, ids.flatten()) / world_size).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0).step()
+    return [float(norm), list(model.parameters())]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_clipping_over_shards_is_that_of_one_process_and_reports_it(ranks: World, max_norm: float) -> None:
+    """Within float64's rounding; Adam magnifies it by at most lr/eps (1e-17 in a gradient, 1e-11 in a parameter)."""
+    ((norm, parameters),) = run_world(clipped_by_torch_body, 1, ranks.world_size, max_norm)
+    for seen in ranks.run(clipped_body, max_norm):
+        for found, scale, said, mine in seen:
+            assert found == pytest.approx(norm, rel=1e-7)  # logits are rounded to float32 on both sides
+            assert scale == min(max_norm / (found + 1e-6), 1.0)
+            assert said.startswith(f"gradient norm {found:.6g}, {'scaled' if scale < 1 else 'left'}")
+            assert all((a - b).abs().max() < 1e-8 for a, b in zip(mine, parameters, strict=True))
 
 
 def one_rank_body() -> list[list[Any]]:
@@ -214,14 +252,74 @@ def test_a_step_holds_its_slice_of_gradients_the_units_in_flight_and_the_buckets
             assert seen["shard"] <= seen["peak"] <= seen["shard"] + units * seen["unit"] + in_flight
 
 
+def left_whole_body() -> list[list[Any]]:
+    """A forward without a backward before each step: its last unit waits for a backward that never comes."""
+    seen = []
+    for stage in (1, 3):
+        model, zero = build(stage)
+        train(model, zero, range(1, 2))
+        zero.zero_grad()
+        backward(model, 2, 0, True)
+        model(torch.zeros(1, 2, dtype=torch.int64), True)
+        zero.step()
+        seen.append(train(model, zero, range(3, 4)))
+    return seen
+
+
+def test_a_unit_left_whole_by_a_forward_alone_is_not_stale_after_the_step(ranks: World) -> None:
+    assert all(third == first for first, third in ranks.run(left_whole_body))
+
+
 def used_while_freed_body() -> list[bool]:
     model = MiniGPT()
-    ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3)
-    return [bool(p.isnan().all()) for p in model.parameters()]
+    zero = ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3)
+    with zero.gathered():
+        whole = not any(p.isnan().any() for p in model.parameters())
+    return [whole] + [bool(p.isnan().all()) for p in model.parameters()]
 
 
 def test_a_freed_parameter_reads_as_not_a_number_of_its_own_shape(ranks: World) -> None:
     assert all(all(seen) for seen in ranks.run(used_while_freed_body))
+
+
+def ahead_body() -> list[int]:
+    """Exchanges started in backward by the time that each block's begins, the last block first."""
+    model = MiniGPT(num_layers=3)
+    ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3, bucket_mb=25)  # gradients leave at the end
+    ids, started = torch.zeros(1, 4, dtype=torch.int64), list[int]()
+
+    def watch(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(lambda _: started.append(len(ledger.entries())))
+
+    for block in model.blocks:
+        block.register_forward_hook(watch)
+    model(ids)  # which tells the order of use
+    loss = model(ids).sum()
+    ledger.clear()
+    loss.backward()
+    return started
+
+
+def test_in_backward_too_the_next_unit_is_on_its_way_when_one_begins(ranks: World) -> None:
+    """The head is whole still; each begins with all before it and the next one started."""
+    wanted = [2, 3, 4] if ranks.world_size > 1 else [0, 0, 0]
+    assert ranks.run(ahead_body) == [wanted] * ranks.world_size
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_uses_its_gradients_up(stage: int) -> None:
+    def trained(forget: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2))
+        zero = ZeroOptimizer(model, 1, 0, lr=0.1, stage=stage, reduction="exact")
+        for x in (torch.ones(1, 2), torch.tensor([[1.0, -3.0]])):
+            if forget:
+                zero.zero_grad()
+            model(x).square().sum().backward()
+            zero.step()
+        return [shard.exp_avg for shard in zero.shards]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(forget=True), trained(forget=False), strict=True))
 
 
 def test_the_units_of_minigpt_are_its_embeddings_each_block_and_its_head() -> None:

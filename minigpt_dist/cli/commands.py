@@ -20,6 +20,7 @@ MODULES = {
     "diff": "minigpt_dist.cli.diff",
     "plan": "minigpt_dist.cli.plan",
     "bench": "minigpt_dist.cli.bench",
+    "memory": "minigpt_dist.cli.memory",
     "report": "minigpt_dist.cli.run_report",
     "grade": "minigpt_dist.cli.grade",
     "rubric": "minigpt_dist.cli.rubric",

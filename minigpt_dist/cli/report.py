@@ -58,6 +58,8 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
     say(console, f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {where}, {sizes}")
     _title(console, "Loss (nats a token, mean over ranks)")
     console.print(_losses(console, outcome))
+    if config.max_norm:
+        say(console, _clipping(outcome))
     for incident in outcome.incidents:
         say(console, f"rolled back from {incident}", "yellow")
     last = outcome.trace.steps[-1]
@@ -67,6 +69,14 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
         facts = f"step {manifest.step}, world size {manifest.world_size}, schema {SCHEMA['name']} {SCHEMA['version']}"
         _title(console, f"Checkpoint manifest ({facts})")
         console.print(_shards(console, manifest))
+
+
+def _clipping(outcome: Outcome) -> str:
+    """At how many steps the gradient was above its bound, and how far."""
+    norms = [norm for step, norm in outcome.trace.grad_norms().items() if step > outcome.start]
+    above = [norm for norm in norms if norm > outcome.config.max_norm]
+    largest = f", the largest {max(norms):.6g}" if norms else ""
+    return f"clipped to norm {outcome.config.max_norm:g} at {len(above)} of {len(norms)} steps{largest}"
 
 
 def _losses(console: Console, outcome: Outcome) -> Table:

@@ -76,6 +76,12 @@ def _add_model(add: Callable[..., object], model: ModelConfig) -> None:
 def _add_optimizer(add: Callable[..., object], run: TrainConfig) -> None:
     for name in ("lr", "eps", "weight_decay"):
         add(_option(name), type=number(name), metavar="X", help=f"({getattr(run, name):g})")
+    add(
+        "--max-norm",
+        type=number("max_norm"),
+        metavar="X",
+        help="clip the gradient's norm over all parameters and ranks to X",
+    )
     add("--betas", type=pair("betas"), metavar="X,Y", help="({:g},{:g})".format(*run.betas))
 
 

@@ -14,6 +14,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from minigpt_dist.parallel.clipping import Clipping
 from minigpt_dist.parallel.collectives import Group, all_reduce_sum, world
 from minigpt_dist.parallel.ddp import require_same_on_all_ranks
 from minigpt_dist.parallel.offload import Offload
@@ -42,7 +43,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Args:
         module: the model, or an iterable of parameters or of parameter groups, equal on all ranks.
         world_size, rank: of `group` (default: the world); must be the real ones.
-        max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_).
+        max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_);
+            `clipping` says what became of the last step's.
         stage: of ZeRO, 1, 2 or 3. model: for stage 3, where the parameters are used, if `module` is not that.
         bucket_mb: for stages 2 and 3, MiB of gradients a message.
         offload: where else than in the parameters' memory master copy and moments live; the same bits.
@@ -94,6 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.max_norm, self.exact = max_norm, reduction == "exact"
         self.micro_batches = 0
         self.last_grad_sq = 0.0
+        self.clipping: Clipping | None = None  # of the last step, if there is a bound
         self._placed: set[int] = set()  # ids of the parameters that the shards hold, and so keep alive
         self._shards: list[Shard] | None = None  # None while the base class collects the groups
         params = module.parameters() if isinstance(module, nn.Module) else module
@@ -205,9 +208,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.max_norm is None:
             return
         total = float(all_reduce_sum(torch.tensor(self.last_grad_sq, dtype=torch.float64), self.group).sqrt())
-        scale = min(self.max_norm / (total + 1e-6), 1.0)
+        self.clipping = Clipping(total, self.max_norm)
         for grad in grads:
-            grad.mul_(scale)
+            grad.mul_(self.clipping.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}; all copies, plain data and tensors."""

@@ -58,7 +58,7 @@ _REFERENCE = {
     "model": ("model",),
     "corpus": ("corpus",),
     "broadcast": ("parallel.ddp",),
-    "optimizer": ("parallel.adam", "parallel.ddp", "parallel.exact", "parallel.flat", "parallel.stages", "parallel.zero"),
+    "optimizer": tuple(f"parallel.{name}" for name in ("adam", "clipping", "ddp", "exact", "flat", "stages", "zero")),
     "checkpoint": ("checkpoint",),
 }
 
