@@ -67,10 +67,11 @@ class Recorder:
         self.model, self.optimizer, self.rank = model, optimizer, rank
         self.watch, self.known_storages, self.on_record = watch, known_storages, on_record
         self.full_parameters, self.last_step = full_parameters, last_step
+        self.scaler = getattr(optimizer, "scaler", None)
         self.gathered = gathered
         self.records: list[Record] = []
         self._tokens: list[int] = []
-        self._grad_norm = math.nan
+        self._grad_norm = self._loss_scale = math.nan
         self._clock, self._talked = time.perf_counter(), 0.0
         self._seconds: dict[str, float] = {}
         self._drift, self._sample = Drift(), list[float]()
@@ -91,6 +92,9 @@ class Recorder:
         self._lap("forward_backward")
         own = [p.grad for p in self.model.parameters() if p.grad is not None]
         self._grad_norm = norm_of(own) if own else math.nan  # none are left where backward itself exchanges them
+        if self.scaler is not None:
+            self._loss_scale = self.scaler.scale
+            self._grad_norm /= self._loss_scale
         self._clock = time.perf_counter()
 
     def updated(self, step: int, losses: list[float]) -> None:
@@ -121,6 +125,8 @@ class Recorder:
             grad_norm=self._grad_norm,
             grad_sq=float(getattr(self.optimizer, "last_grad_sq", math.nan)) if step else math.nan,
             param_norm=norm,
+            loss_scale=self._loss_scale,
+            skipped=0 if self.scaler is None else self.scaler.skipped,
             params=params,
             optimizer=state_digests(self.optimizer.state_dict()) if "digests" in self.watch else {},
             bytes=counted,
@@ -135,7 +141,8 @@ class Recorder:
         if self.on_record:
             self.on_record(record)
         ledger.clear()
-        self._tokens, self._seconds, self._grad_norm = [], {}, math.nan
+        self._tokens, self._seconds = [], {}
+        self._grad_norm = self._loss_scale = math.nan
         self._clock, self._talked = time.perf_counter(), 0.0
 
     def _moved(self, params: Iterable[Tensor]) -> float:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "measure steps, checkpoints and launches beside their rivals, as ratios"
-KINDS, SIZES = ("step", "ddp", "zero", "collectives", "checkpoint", "launch", "all"), ("tiny", "medium")
+KINDS = ("step", "ddp", "zero", "recompute", "guard", "collectives", "checkpoint", "launch", "all")
+SIZES = ("tiny", "medium")
 ROUNDS = {"tiny": 20, "medium": 10, "collectives": 10, "checkpoint": 8, "launch": 30}
 REDUCED_ROUNDS = {"tiny": 8, "medium": 4, "collectives": 4, "checkpoint": 4, "launch": 10}  # of `bench all`
 STEPS = {"tiny": 10, "medium": 1}  # a turn
@@ -37,7 +38,12 @@ NOTE = "Ratios travel to other machines, milliseconds do not."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", nargs="?", default="all", metavar="WHAT", help=f"{', '.join(KINDS)} at fewer rounds (all)")
-    add("--size", default="tiny", metavar="SIZE", help=f"step, ddp, zero: the model, {' or '.join(SIZES)} (tiny)")
+    add(
+        "--size",
+        default="tiny",
+        metavar="SIZE",
+        help=f"step, ddp, zero, recompute, guard: the model, {' or '.join(SIZES)} (tiny)",
+    )
     add("--megabytes", type=whole("megabytes"), default=MEGABYTES, metavar="N", help=f"checkpoint: 10^6 ({MEGABYTES})")
     add("--dir", type=Path, metavar="DIR", help="checkpoint: the disk to write to (temporary files)")
     add("--world-size", type=whole("world_size"), default=WORLD_SIZE, metavar="N", help=f"ranks ({WORLD_SIZE})")
@@ -73,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="minigpt-dist-", dir=args.dir) as folder:
         for measure in _measurements(args, Path(folder)):
             with console.status("measuring"):
-                made = measure()
-            found += made if isinstance(made, list) else [made]
-            for each in made if isinstance(made, list) else [made]:
+                measured = measure()
+            for each in measured if isinstance(measured, list) else [measured]:
                 _print_comparison(console, each)
+                found.append(each)
     if args.json is not None:
         text = json.dumps({"machine": here, "comparisons": [each.to_dict() for each in found]}, indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
@@ -107,7 +113,9 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     from minigpt_dist.bench.checkpoint import compare_checkpoints
     from minigpt_dist.bench.collectives import BYTES, compare_all_reduces
     from minigpt_dist.bench.data_parallel import compare_data_parallel
+    from minigpt_dist.bench.guard import compare_guard
     from minigpt_dist.bench.launch import compare_launches
+    from minigpt_dist.bench.recompute import compare_recompute
     from minigpt_dist.bench.step import compare_steps
     from minigpt_dist.bench.zero import compare_stages
 
@@ -123,6 +131,12 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     if args.what in ("zero", "all"):
         size = "medium" if args.what == "all" else args.size
         yield partial(compare_stages, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
+    if args.what in ("recompute", "all"):
+        size = "medium" if args.what == "all" else args.size
+        yield partial(compare_recompute, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
+    if args.what in ("guard", "all"):
+        size = "medium" if args.what == "all" else args.size
+        yield partial(compare_guard, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
     if args.what in ("collectives", "all"):
         for nbytes in BYTES:
             yield partial(compare_all_reduces, nbytes, N, rounds["collectives"], deadline_s)
@@ -152,7 +166,7 @@ def _print_comparison(console: Console, found: Comparison) -> None:
     for variant, times in found.seconds.items():
         ratio = found.ratio(variant)
         cells = [f"{1e3 * value:.1f}" for value in (found.median(variant), min(times), max(times))]
-        cells += ["" if ratio is None else f"{ratio:.2f}"] if found.ours else []
+        cells += ["" if ratio is None else f"{ratio:.{2 if ratio > 0.1 else 4}f}"] if found.ours else []
         made.add_row(variant, *cells, _goal(found, variant), _mark(found.met(variant)))
     console.print(made)
 

@@ -58,6 +58,9 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
     say(console, f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {where}, {sizes}")
     _title(console, "Loss (nats a token, mean over ranks)")
     console.print(_losses(console, outcome))
+    skips = outcome.trace.skips()
+    if skips:
+        say(console, f"skipped on all ranks, as a gradient overflowed: steps {', '.join(map(str, skips))}", "yellow")
     if config.max_norm:
         say(console, _clipping(outcome))
     for incident in outcome.incidents:

@@ -113,9 +113,9 @@ def entries() -> list[dict[str, Any]]:
     """Return what was recorded since the last `clear`, oldest first, as plain data.
 
     Keys: `op`; `group`, its global ranks; `dtype`, `numel` and `bytes` of the payload (None, 0, 0 without tensors),
-    which is what this rank brings, or receives where it only receives; `site`, the calling "file:line"; `peer`, the
-    rank named as source or destination, or None; `done`, whether the call has ended well (an asynchronous one: its
-    work has).
+    which is what this rank brings (of a batch: what it sends), or receives where it only receives; `site`, the calling
+    "file:line"; `peer`, the rank named as source or destination, or None; `done`, whether the call has ended well (an
+    asynchronous one: its work has).
     """
     for work in [work for work in _pending if work.is_completed()]:
         _pending.pop(work).end_one()
@@ -197,7 +197,8 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _entry(op: str, given: dict[str, Any], payload: Any) -> dict[str, Any]:
     if op == "batch_isend_irecv" and payload:
-        given, payload = {"group": payload[0].group}, [p2p.tensor for p2p in payload]
+        sends = [p2p.tensor for p2p in payload if p2p.op.__name__ == "isend"]
+        given, payload = {"group": payload[0].group}, sends
     dtype, numel, size = None, 0, 0
     for tensor in _tensors(payload):
         dtype, count = tensor.dtype, tensor.numel()

@@ -194,10 +194,11 @@ def head_bytes(shape: ModelShape, layout: Layout, batch: int, techniques: Techni
     sizes, e = shape.sizes, element_bytes(layout.precision)
     tokens = batch * sizes.seq_len
     spread = layout.tp if techniques.sequence_parallel else 1
-    return (2 * tokens * sizes.embed_dim + 2 * tokens) * e // spread + logits_bytes(shape, layout, batch) + e
+    kept = (2 * tokens * sizes.embed_dim + 2 * tokens) * e // spread
+    return kept + logits_bytes(shape, layout, batch) + max(e, 4)
 
 
 def logits_bytes(shape: ModelShape, layout: Layout, batch: int) -> int:
-    """One number a token and word of the vocabulary."""
+    """One number a token and word of the vocabulary, in the loss's type: float32 for half types."""
     vocab = layout.padded_vocab(shape.sizes.vocab) // layout.tp
-    return batch * shape.sizes.seq_len * vocab * element_bytes(layout.precision)
+    return batch * shape.sizes.seq_len * vocab * max(element_bytes(layout.precision), 4)
