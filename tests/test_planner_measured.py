@@ -140,6 +140,24 @@ def test_bytes_of_later_stages_are_those_of_the_trace(N: int, stage: int, micro_
     assert payload * (N - 1) // N == N * predicted  # the mean over ranks: a unit's owner sends all of it
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tp, recompute", [(2, False), (2, True), (4, False)])
+def test_states_and_bytes_on_the_tensor_axis_are_those_of_the_trace(tp: int, recompute: bool, tmp_path: Path) -> None:
+    config = TrainConfig(tp, 1, batch=BATCH, checkpoint_step=0, tp=tp, recompute=recompute)
+    ranks = run_world(rank_body, tp, config.to_dict(), str(tmp_path), False, ["bytes", "collectives"], "cpu")
+    records, shape = [rank["records"][-1] for rank in ranks], ModelShape.of("minigpt", config.model)
+    predicted = memory(shape, config.layout, BATCH).to_dict()
+    assert [{kind: r["bytes"][kind] for kind in KINDS[:3]} for r in records] == [
+        {k: predicted[k] for k in KINDS[:3]}
+    ] * tp
+    payloads = [
+        sum(call["bytes"] for call in r["collectives"]) for r in records
+    ]  # a ring sends each 2 (t - 1) / t times
+    assert [2 * (tp - 1) * payload // tp for payload in payloads] == [
+        communication(shape, config.layout, BATCH).tp
+    ] * tp
+
+
 def test_one_round_gathers_end_where_the_collective_ends_them() -> None:
     assert Techniques().one_round_bytes == ONE_ROUND_BYTES
 
