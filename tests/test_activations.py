@@ -28,7 +28,7 @@ def loss_of(config: ModelConfig, batch: int, dtype: torch.dtype) -> tuple[torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("default", marks=pytest.mark.slow), "odd", "tied"])
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_forward_keeps_the_bytes_of_the_formula(name: str, batch: int, dtype: torch.dtype) -> None:
     _, loss, saved = loss_of(MODELS[name], batch, dtype)
@@ -48,6 +48,7 @@ def test_two_forwards_under_way_keep_twice_the_bytes_of_one() -> None:
     assert saved.now == 0
 
 
+@pytest.mark.slow
 def test_counting_changes_no_bit() -> None:
     gradients = []
     for counted in (True, False):

@@ -10,7 +10,7 @@ from torch import nn
 
 from minigpt_dist import MiniGPT, TrainConfig, make_corpus
 from minigpt_dist.verify.checks.composition import falling, replicas_agree
-from minigpt_dist.verify.composition import Composed, composed, oracle
+from minigpt_dist.verify.composition import Composed, _own_oracle, composed, oracle
 from minigpt_dist.verify.subject import Subject
 
 # Worst of 72 correct runs against one full batch, float64, 20 steps, relative to max(|p|, 1e-3): 1.7e-10. The smallest fault: 8.6e-2.
@@ -101,3 +101,10 @@ def test_bfloat16_parameters_train_with_a_float32_master(stack: Subject) -> None
 @pytest.mark.parametrize("seed", [1, 2])
 def test_loss_falls_for_other_seeds(stack: Subject, seed: int) -> None:
     assert falling(composed(stack, TrainConfig(world_size=2, seed=seed + 1)).whole) == []
+
+
+@pytest.mark.slow
+def test_the_oracle_that_submissions_without_a_model_share_is_the_one_that_ranks_give(stack: Any) -> None:
+    config = TrainConfig(world_size=2, steps=3, checkpoint_step=0, seed=9)
+    asked, own = oracle(stack, config)["losses"], _own_oracle(config)["losses"]
+    assert [pytest.approx(step, rel=1e-6) for step in asked] == own

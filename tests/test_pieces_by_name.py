@@ -9,14 +9,17 @@ from submission_corpus import HERE
 
 from minigpt_dist.__main__ import main
 from minigpt_dist.grading.rubric import load
+from minigpt_dist.launch import run_world
 from minigpt_dist.verify.checks import CHECKS, judge
 from minigpt_dist.verify.contract import OPTIONAL, SLOTS
+from minigpt_dist.verify.inspection import inspect_body
 from minigpt_dist.verify.subject import Subject
 
 PIECES = HERE / "bases" / "pieces.py"
 ABOUT = [c.name for c in CHECKS.values() if set(c.slots) <= set(OPTIONAL)]
 
 
+@pytest.mark.slow
 def test_right_pieces_pass_every_check_where_they_are_asked_for() -> None:
     with Subject(str(PIECES), OPTIONAL) as subject:
         verdicts = judge(subject, [name for name in ABOUT if name != "pipeline.interleaved"], [3])
@@ -30,6 +33,14 @@ def test_they_are_not_judged_where_they_are_not_asked_for(tmp_path: Path) -> Non
         verdicts = judge(subject, ("collectives.dtypes", "pipeline.live", "guard.loss"), [2])
     slots = ("collectives", "pipeline", "guard")
     assert ["--slots " + slot in v.not_judged for slot, v in zip(slots, verdicts, strict=True)] == [True] * 3
+
+
+@pytest.mark.slow
+def test_a_helper_that_is_called_like_one_changes_nothing_of_what_a_submission_is(tmp_path: Path) -> None:
+    text = (HERE / "bases" / "torch_shape.py").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(text + "\n\ndef all_gather(parts, group):\n    return parts\n")
+    (found,) = run_world(inspect_body, 1, str(tmp_path / "mine.py"), [])
+    assert (found["shape"], "all_gather" in found["names"]) == ("torch", False)
 
 
 def test_the_line_that_replays_a_failure_asks_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,7 @@ def test_a_different_bit_more_activations_or_other_bytes_end_in_exit_code_1(
         assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_picture_has_a_bar_an_action_and_a_colour_a_chunk(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws a picture, with the extra report")
     schedule = interleaved(2, 2, 2)

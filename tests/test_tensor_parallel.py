@@ -16,7 +16,10 @@ from torch.nn import functional as F
 
 from minigpt_dist.launch import World, ledger, run_world
 from minigpt_dist.loss import next_token_loss
+from minigpt_dist.memory import SavedActivations
 from minigpt_dist.model import MiniGPT
+from minigpt_dist.parallel.pipeline import layers_of
+from minigpt_dist.parallel.recompute import recompute_blocks
 from minigpt_dist.parallel.tensor import TensorAxis, attention, operators, tensor_parallel, token_loss, whole
 from minigpt_dist.parallel.tensor import whole_gradients as gradients_of
 from minigpt_dist.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -379,6 +382,37 @@ def test_parts_join_to_the_whole_they_were_cut_from(blocks: int, dim: int, parts
     pieces = [cut.part(whole_tensor, parts, i) for i in range(parts)]
     assert len({p.shape for p in pieces}) == 1
     assert torch.equal(cut.join(pieces), whole_tensor)
+
+
+def layers_body(sequence: bool) -> bool:
+    """Does the cut model, run layer by layer as a pipeline does, give what it gives as one?"""
+    model = tensor_parallel(plain_model(0, VOCAB, True), sequence_parallel=sequence)
+    ids, _ = batch(VOCAB)
+    return torch.equal(nn.Sequential(*layers_of(model))(ids), model(ids))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_a_pipeline_can_cut_the_cut_model_into_its_layers(two: World, sequence: bool) -> None:
+    assert two.run(layers_body, sequence) == [True, True]
+
+
+def kept_body(sequence: bool, again: bool) -> int:
+    """Bytes that one rank keeps for backward at most, of a model of 3.7M parameters."""
+    model = MiniGPT(vocab=1024, embed_dim=256, num_heads=4, num_layers=4, seq_len=128)
+    model = tensor_parallel(model, sequence_parallel=sequence)
+    if again:
+        recompute_blocks(model)
+    ids = torch.zeros(4, 128, dtype=torch.int64)
+    kept = SavedActivations(model)
+    with kept:
+        token_loss(model, model(ids), ids).backward()
+    return kept.peak
+
+
+@pytest.mark.slow  # a model of more than a few elements
+def test_fewer_bytes_are_kept_for_backward_with_the_sequence_cut_and_fewest_with_recomputation(four: World) -> None:
+    megabytes = [max(four.run(kept_body, *how)) / 1e6 for how in ((False, False), (True, False), (True, True))]
+    assert megabytes == pytest.approx([16.3, 12.8, 3.3], abs=0.1)  # 36.8 in one process
 
 
 def refused_body(name: str) -> str:

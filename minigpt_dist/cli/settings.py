@@ -19,7 +19,10 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
-FREE_ON_RESUME = ("steps", "world_size", "zero_stage", "offload", *SAVING, "guard", "max_rollbacks", "spike")
+FREE_ON_RESUME = (
+    *("steps", "world_size", "zero_stage", "offload", "recompute", *SAVING),
+    *("guard", "max_rollbacks", "spike"),
+)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     found = Implementation(spec, {}, {}, dict(getattr(module, "EXTRAS", {})))
     found.extras.setdefault("ours", spec == OURS)
     torch_shape = {"optimizer": find_sharded_optimizer(module), "ddp": find_data_parallel(module)}
-    lesson = [n for slot in SLOTS if slot != "ddp" for n in SLOTS[slot] if callable(getattr(module, n, None))]
+    looked_for = [slot for slot in SLOTS if slot in slots or not asked_by_name(slot, spec)]
+    lesson = [n for slot in looked_for if slot != "ddp" for n in SLOTS[slot] if callable(getattr(module, n, None))]
     if not lesson or (lesson == ["ZeroOptimizer"] and torch_shape["optimizer"] is not None):
         found.shape = "torch"
         slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
@@ -104,11 +105,9 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
             )
         found.extras["finish"] = finish_function(module)
     own = importlib.import_module(OURS)
-    for slot, names in SLOTS.items():
-        if slot not in slots and asked_by_name(slot, spec):
-            continue
+    for slot in looked_for:
         theirs = not slots or slot in slots
-        for name in names:
+        for name in SLOTS[slot]:
             value = getattr(module, name, None) if theirs else _own_piece(own, name)
             if theirs and value is None and slot in torch_shape:
                 value = torch_shape[slot]

@@ -50,14 +50,15 @@ class Violation:
         parts = [f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None]
         return " ".join(parts)
 
-    def render(self, check: str, impl: str, world_size: int, slots: tuple[str, ...] = ()) -> str:
+    def render(self, check: str, impl: str, world_size: int, slots: tuple[str, ...] = (), tp: int = 1) -> str:
         """The message a person reads: invariant, place, observed, expected, tensor, hint, and a line that replays it.
 
-        slots: pieces that must be asked for by name.
+        slots: pieces that must be asked for by name. tp: of the ranks, those that share a replica.
         """
+        layout = f"dp={world_size // tp}" + (f", tp={tp}" if tp > 1 else "")
         where = f" {self.place()}" if self.place() else ""
         lines = [
-            f"{check} [{impl}, dp={world_size}, world size {world_size}]{where}: "
+            f"{check} [{impl}, {layout}, world size {world_size}]{where}: "
             f"{self.what} is {self.observed}, but should be {self.expected}",
             f"stage: {self.stage}",
         ]
