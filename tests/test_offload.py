@@ -102,6 +102,9 @@ def test_a_chunk_that_cannot_be_read_is_an_error_and_leaves_no_thread(
 def growth_body(folder: str, where: str, numel: int, chunk: int) -> tuple[int, int]:
     """Bytes by which the state and two steps raise the resident memory at the most; and those of the state."""
     master, grad = torch.ones(numel), torch.ones(numel)
+    OffloadedState(master[:9], Offload(where, Path(folder))).adamw_(
+        0, 9, grad[:9], 1, **OPTIONS
+    )  # code is loaded at its first use
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
     state = OffloadedState(master, Offload(where, Path(folder), chunk))
@@ -115,12 +118,13 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a step is read from Linux's /proc")
 def test_a_step_on_disk_is_resident_a_few_chunks_at_a_time(tmp_path: Path) -> None:
-    numel, chunk = 2**23, 2**17
+    numel, chunk = 2**23, 2**16
     ((grown, whole),) = run_world(growth_body, 1, str(tmp_path), "disk", numel, chunk)
     ((grown_in_memory, _),) = run_world(growth_body, 1, str(tmp_path), "memory", numel, chunk)
-    assert grown <= 16 * 4 * chunk + 8 * 2**20 < whole / 4 == 24 * 2**20
+    assert grown <= 16 * 4 * chunk + 12 * 2**20 < whole / 4 == 24 * 2**20
     assert grown_in_memory >= whole  # the measure sees what is resident
 
 

@@ -158,8 +158,20 @@ def test_predicted_throughput_is_near_the_published(run: Run) -> None:
 BLOOM_CLUSTER, MT_CLUSTER = Cluster(384, 80e9, inter_node=OMNI_PATH), Cluster(2240, 80e9)
 PLACES = [
     ("BLOOM-176B", BLOOM, BLOOM_CLUSTER, 2048, "bfloat16", (8, 4, 12), (1, 18), (3, 18)),
-    ("Megatron-Turing 530B", MT_NLG, MT_CLUSTER, 1920, "float16", (8, 8, 35), (2, 28), (2, 28)),
-    ("GPT-3 175B", GPT3, Cluster(384, 80e9), 1536, "float16", (4, 8, 12), (1, 77), (24, 77)),
+    pytest.param(
+        "Megatron-Turing 530B",
+        MT_NLG,
+        MT_CLUSTER,
+        1920,
+        "float16",
+        (8, 8, 35),
+        (2, 28),
+        (2, 28),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "GPT-3 175B", GPT3, Cluster(384, 80e9), 1536, "float16", (4, 8, 12), (1, 77), (24, 77), marks=pytest.mark.slow
+    ),
     pytest.param(
         "GPT-3 175B",
         GPT3,

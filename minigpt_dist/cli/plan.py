@@ -112,9 +112,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="sequences (1,2,...,32)",
     )
     add("--schedule", type=names, default=("1f1b", "interleaved"), metavar="NAME,...", help="(1f1b,interleaved)")
-    stack = (
-        "megatron-2021: scores stored, no sequence parallelism, buckets, 16-bit sums; own: what this package does (own)"
-    )
+    stack = "megatron-2021: scores stored, buckets, 16-bit sums; own: what this package does (own)"
     add("--stack", default="own", metavar="NAME", help=stack)
 
 

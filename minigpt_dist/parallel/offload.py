@@ -102,7 +102,7 @@ class OffloadedState:
         for lo in range(start, stop, self._chunk):
             hi = min(lo + self._chunk, stop)
             yield lo, hi
-            self._drop(lo, hi)
+            self._drop(hi)
 
     def adamw_(self, start: int, stop: int, grad: Tensor, step: int, **options: Any) -> None:
         """`adam.adamw_` on elements [start, stop), whose gradient is `grad`, with the same bits.
@@ -143,24 +143,25 @@ class OffloadedState:
     def _read(self, lo: int, hi: int, chunk: Chunk) -> Chunk:
         for mine, vector in zip(chunk, self._vectors(), strict=True):
             mine[: hi - lo].copy_(vector[lo:hi])
-        self._drop(lo, hi)
+        self._drop(hi)
         return chunk
 
     def _write(self, lo: int, hi: int, chunk: Chunk) -> Chunk:
         for vector, mine in zip(self._vectors(), chunk, strict=True):
             vector[lo:hi].copy_(mine[: hi - lo])
-        self._drop(lo, hi)
+        self._drop(hi)
         return chunk
 
-    def _drop(self, lo: int, hi: int) -> None:
-        """Let go of the pages of elements [lo, hi); what was written to them stays in the file."""
+    def _drop(self, hi: int) -> None:
+        """Let go of the pages of elements up to `hi`; what was written to them stays in the file.
+
+        Of all before too, as a fault may bring pages in around the one that it is about.
+        """
         advice = getattr(mmap, "MADV_DONTNEED", None)  # not on every system: pages then stay until memory is short
         if self._map is None or advice is None:
             return
-        size, page = self.master.element_size(), mmap.PAGESIZE
         for i in range(VECTORS):
-            begin = (i * self._stride + lo * size) // page * page
-            self._map.madvise(advice, begin, i * self._stride + hi * size - begin)
+            self._map.madvise(advice, i * self._stride, hi * self.master.element_size())
 
 
 def _anonymous_map(folder: Path | None, nbytes: int) -> mmap.mmap:

@@ -195,11 +195,10 @@ def head_bytes(shape: ModelShape, layout: Layout, batch: int, techniques: Techni
     tokens = batch * sizes.seq_len
     spread = layout.tp if techniques.sequence_parallel else 1
     kept = (2 * tokens * sizes.embed_dim + 2 * tokens) * e // spread
-    words = layout.padded_vocab(sizes.vocab) // layout.tp
-    return kept + (tokens * words + 1) * max(e, 4)  # the loss is float32 in half types
+    return kept + logits_bytes(shape, layout, batch) + max(e, 4)
 
 
 def logits_bytes(shape: ModelShape, layout: Layout, batch: int) -> int:
-    """One number a token and word of the vocabulary, of float32 for half types, as the loss."""
+    """One number a token and word of the vocabulary, in the loss's type: float32 for half types."""
     vocab = layout.padded_vocab(shape.sizes.vocab) // layout.tp
     return batch * shape.sizes.seq_len * vocab * max(element_bytes(layout.precision), 4)

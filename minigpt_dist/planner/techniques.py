@@ -23,7 +23,7 @@ class Techniques:
     """
 
     fused_attention: bool = True
-    sequence_parallel: bool = True
+    sequence_parallel: bool = False
     bucket: int | None = None
     backward_bucket: int | None = 2**20  # parallel/zero.py: bucket_mb, of float32
     one_round_bytes: int = 2**20  # parallel/collectives.py: ONE_ROUND_BYTES
