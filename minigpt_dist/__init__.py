@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from minigpt_dist.checkpoint import CheckpointError, load_sharded, save_sharded
     from minigpt_dist.config import ModelConfig, TrainConfig
     from minigpt_dist.corpus import make_corpus
+    from minigpt_dist.guard import should_roll_back
     from minigpt_dist.model import MiniGPT
     from minigpt_dist.parallel.data_parallel import DistributedDataParallel
     from minigpt_dist.parallel.ddp import broadcast_parameters
+    from minigpt_dist.parallel.p2p.plain import all_gather, reduce_scatter, ring_all_reduce, tree_broadcast
+    from minigpt_dist.parallel.pipeline.schedule import pipeline_schedule
     from minigpt_dist.parallel.zero import ZeroOptimizer
 
 __version__ = "0.1.0"
@@ -28,10 +31,16 @@ __all__ = [
     "TrainConfig",
     "ZeroOptimizer",
     "__version__",
+    "all_gather",
     "broadcast_parameters",
     "load_sharded",
     "make_corpus",
+    "pipeline_schedule",
+    "reduce_scatter",
+    "ring_all_reduce",
     "save_sharded",
+    "should_roll_back",
+    "tree_broadcast",
 ]
 
 _HOMES = {
@@ -41,10 +50,16 @@ _HOMES = {
     "ModelConfig": "minigpt_dist.config",
     "TrainConfig": "minigpt_dist.config",
     "ZeroOptimizer": "minigpt_dist.parallel.zero",
+    "all_gather": "minigpt_dist.parallel.p2p.plain",
     "broadcast_parameters": "minigpt_dist.parallel.ddp",
     "load_sharded": "minigpt_dist.checkpoint",
     "make_corpus": "minigpt_dist.corpus",
+    "pipeline_schedule": "minigpt_dist.parallel.pipeline.schedule",
+    "reduce_scatter": "minigpt_dist.parallel.p2p.plain",
+    "ring_all_reduce": "minigpt_dist.parallel.p2p.plain",
     "save_sharded": "minigpt_dist.checkpoint",
+    "should_roll_back": "minigpt_dist.guard",
+    "tree_broadcast": "minigpt_dist.parallel.p2p.plain",
 }
 
 

@@ -12,12 +12,12 @@ from minigpt_dist.config import TrainConfig
 
 
 def block_start(config: TrainConfig, step: int, rank: int, micro_batch: int) -> int:
-    """Index of the first token that `rank` reads in its `micro_batch` at `step` (0-based).
+    """Index of the first token that data-parallel rank `rank` reads in its `micro_batch` at `step` (0-based).
 
     Blocks are numbered by their place in the *global* batch, so the same global batch is cut the same way
     whether few ranks read many micro-batches each or many ranks read few.
     """
-    per_step = config.world_size * config.micro_batches
+    per_step = config.dp * config.micro_batches
     return (step * per_step + rank * config.micro_batches + micro_batch) * config.block_tokens
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from minigpt_dist.layout import Layout
 from minigpt_dist.require import require, require_count, require_one_of
 
-DTYPES = ("float32", "float64", "bfloat16")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 REDUCTIONS = ("sum", "exact")
 GUARDS = ("off", "replay", "skip")
 STAGES = (1, 2, 3)  # of ZeRO
@@ -42,26 +42,33 @@ class ModelConfig:
         )
         require(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "in [0, 1)")
 
-    def numel(self) -> int:
-        """P: the number of parameters, in elements."""
+    def numel(self, tp: int = 1) -> int:
+        """P: the number of parameters, in elements; of `tp` tensor-parallel ranks, those that each holds, vocabulary padded.
+
+        Projections, the MLP's weights and its first bias are cut; LayerNorms, its second bias and positions are not.
+        """
         E, hidden = self.embed_dim, self.mlp_ratio * self.embed_dim
-        block = 4 * E + 4 * E * E + (E * hidden + hidden) + (hidden * E + E)
-        head = 0 if self.tie_head else self.vocab * E
-        return self.vocab * E + self.seq_len * E + self.num_layers * block + 2 * E + head
+        block = 5 * E + (4 * E * E + (E * hidden + hidden) + hidden * E) // tp
+        tokens = -(-self.vocab // tp) * E
+        return tokens + self.seq_len * E + self.num_layers * block + 2 * E + (0 if self.tie_head else tokens)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run.
 
-    `batch` is sequences a micro-batch; a rank reads `micro_batches` of them a step, so the global batch is
-    world_size * micro_batches * batch sequences. `checkpoint_step` counts completed updates; 0 writes none; more are written
+    `batch` is sequences a micro-batch; a data-parallel rank reads `micro_batches` of them a step, so the global batch is
+    dp * micro_batches * batch sequences. `checkpoint_step` counts completed updates; 0 writes none; more are written
     every `checkpoint_every` updates and every `checkpoint_minutes` of wall clock, where those are not 0.
     guard: what becomes of a step whose loss or gradients are not finite on any rank, or whose loss is above `spike` times the
     last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
     batches again or pass over the bad one.
+    tp: ranks that share each layer of a replica (tensor parallelism); sequence_parallel: they cut the sequence outside of it too.
+    recompute: blocks compute their activations again in backward. loss_scale: the first, for dtype
+    "float16"; it changes by itself.
     zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
     max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
+    offload: where the optimizer's shard lives: "none" is with the parameters, "memory" the host's, "disk" a file. The numbers are the same.
     """
 
     world_size: int = 4
@@ -82,16 +89,22 @@ class TrainConfig:
     guard: str = "off"
     max_rollbacks: int = 3
     spike: float = 2.0
+    tp: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+    loss_scale: float = 2.0**16
     zero_stage: int = 1
     max_norm: float = 0.0
+    offload: str = "none"
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "steps", "batch", "micro_batches"):
+        for name in ("world_size", "steps", "batch", "micro_batches", "tp"):
             require_count(name, getattr(self, name))
         for name in ("seed", "checkpoint_step", "checkpoint_every", "max_rollbacks"):
             require_count(name, getattr(self, name), least=0)
-        for name in ("lr", "eps", "weight_decay", "max_norm", "checkpoint_minutes"):
+        require(self.loss_scale >= 1, "loss_scale", self.loss_scale, "a finite number of at least 1")
+        for name in ("lr", "eps", "weight_decay", "max_norm", "checkpoint_minutes", "loss_scale"):
             value = getattr(self, name)
             require(
                 isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
@@ -109,14 +122,28 @@ class TrainConfig:
         require_one_of("guard", self.guard, GUARDS)
         require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
         require_one_of("reduction", self.reduction, REDUCTIONS)
+        require(self.world_size % self.tp == 0, "world_size", self.world_size, f"a multiple of tp ({self.tp})")
         require_one_of("zero_stage", self.zero_stage, STAGES)
         self.layout.require_fits(self.model, self.world_size)
+        even = not self.sequence_parallel or self.model.seq_len % self.tp == 0
+        require(even, "seq_len", self.model.seq_len, f"a multiple of tp ({self.tp}), where the sequence is cut")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: replicas of the model."""
+        return self.world_size // self.tp
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread over its ranks."""
+        """How the run is spread over ranks."""
         return Layout(
-            dp=self.world_size, zero_stage=self.zero_stage, precision=self.dtype, micro_batches=self.micro_batches
+            self.dp,
+            self.tp,
+            zero_stage=self.zero_stage,
+            precision=self.dtype,
+            recompute=self.recompute,
+            offload=self.offload,
+            micro_batches=self.micro_batches,
         )
 
     @property
@@ -128,7 +155,7 @@ class TrainConfig:
     def total_tokens(self) -> int:
         """Tokens the whole run reads at most: skipped batches too."""
         spare = self.max_rollbacks if self.guard == "skip" else 0
-        return (self.steps + spare) * self.world_size * self.micro_batches * self.block_tokens
+        return (self.steps + spare) * self.dp * self.micro_batches * self.block_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a manifest, a trace header or a rank in another process."""

@@ -75,7 +75,7 @@ class Guard:
 
     def ask(self, loss: float, gradients: Iterable[Tensor]) -> None:
         """After backward, on every rank: send off this rank's mean loss and whether all its numbers are finite."""
-        finite = math.isfinite(loss) and all(bool(torch.isfinite(g.sum(dtype=torch.float64))) for g in gradients)
+        finite = math.isfinite(loss) and _all_finite(list(gradients))
         self._numbers[0], self._numbers[1] = loss if math.isfinite(loss) else 0.0, float(not finite)
         self._work, self._asked = all_reduce_start(self._numbers, self.group), True
 
@@ -103,3 +103,18 @@ class Guard:
         if mean > self.spike * self.last:  # false while there is no last
             return Incident(step, "spike", mean, self.last, 0)
         return None
+
+
+def should_roll_back(loss: float, gradients: Iterable[Tensor], last: float, spike: float = 2.0) -> bool:
+    """One answer for all ranks, which all ask together: is the loss or a gradient of any rank not finite, or the mean loss above
+    `spike` times `last`, the mean loss of the last good step (NaN: there was none)? Keeps nothing from call to call."""
+    guard = Guard(spike=spike, limit=1, last=last)
+    guard.ask(loss, gradients)
+    return guard.answer(0) is not None
+
+
+def _all_finite(tensors: list[Tensor]) -> bool:
+    """Is every element finite? A sum that is finite says so in one look; one that is not may have overflowed."""
+    if not tensors or math.isfinite(torch.stack([t.sum() for t in tensors]).sum()):
+        return True
+    return all(bool(torch.isfinite(t).all()) for t in tensors)

@@ -79,11 +79,7 @@ def train(
     while done < steps:
         step = done + 1
         optimizer.zero_grad()
-        losses = []
-        for inputs, targets in batches(step):
-            loss = loss_of(model, inputs, targets)
-            backward(loss, optimizer)
-            losses.append(loss.item())
+        losses = _add_gradients(model, batches(step), optimizer, loss_of, backward)
         observer.backward_done(step)
         watch.ask(model, losses)
         optimizer.step()
@@ -91,3 +87,19 @@ def train(
         done = watch.answer(step, model, optimizer)
         if done == step:
             save(step, model, optimizer)
+
+
+def _add_gradients(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    optimizer: AnyOptimizer,
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    backward: Callable[[Tensor, AnyOptimizer], object],
+) -> list[float]:
+    """Forward and backward of each micro-batch of a step; their losses. A batch and its graph live no longer than this call."""
+    losses = []
+    for inputs, targets in batches:
+        loss = loss_of(model, inputs, targets)
+        backward(loss, optimizer)
+        losses.append(loss.item())
+    return losses

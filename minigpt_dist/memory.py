@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from types import FrameType, ModuleType
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from minigpt_dist.trace import own_part
 
@@ -31,21 +34,28 @@ def held(tensors: Iterable[Tensor]) -> int:
     return sum(_storages(tensors).values())
 
 
-def live_tensors() -> list[Tensor]:
+def live_tensors(counted: Collection[int] = ()) -> list[Tensor]:
     """Every tensor that some Python object holds now: an attribute, list, closure, module global, cache.
 
+    counted: addresses of storages that the caller knows already; a tensor that only refers to these may be left out.
     Not counted: what only a running function's local variable holds (the batch, the loss), and what only C++ holds, such as
     the buffers of a collective whose communication thread has not let go yet.
     """
     gc.collect()
     objects = [o for o in gc.get_objects() if type(o) is not FrameType]
-    tensors = [o for o in objects if issubclass(type(o), Tensor)]  # type(): isinstance would wake lazy proxies
-    # Objects frozen before a fork are not in get_objects: the globals of modules are added by hand.
+    # type(): isinstance would wake lazy proxies. A sparse tensor has no storage of its own.
+    tensors = [o for o in objects if issubclass(type(o), Tensor) and o.layout == torch.strided]
+    held = set(map(id, gc.get_referents(*objects)))
+    found = [t for t in tensors if id(t) in held]
+    known = {*counted, *_storages(found)}
+    open_ = [t for t in tensors if id(t) not in held and not known.issuperset(_storages([t]))]
+    if not open_:
+        return found
+    # Objects frozen before a fork are not in get_objects: the globals of modules are looked at by hand. Only now, because to
+    # look at all of them is to copy thousands of pages that a forked process shares.
     module_globals = [vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType]
-    held = set(map(id, gc.get_referents(*objects, *module_globals)))
-    return [
-        t for t in tensors if id(t) in held and t.layout == torch.strided
-    ]  # a sparse tensor has no storage of its own
+    held = set(map(id, gc.get_referents(*module_globals)))
+    return found + [t for t in open_ if id(t) in held]
 
 
 def live_bytes() -> int:
@@ -71,7 +81,7 @@ def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str,
         found = _storages(tensors)
         counts[kind] = sum(size for address, size in found.items() if address not in counted)
         counted.update(found)
-    rest = _storages(live_tensors())
+    rest = _storages(live_tensors(counted | before))
     counts["optimizer"] = sum(n for address, n in rest.items() if address not in counted and address not in before)
     return counts
 
@@ -80,6 +90,38 @@ def baseline() -> list[UntypedStorage]:
     """Storages alive now, to be left out of a later `census`. Held, so that no later storage can be given one's address."""
     storages = [own_part(t).untyped_storage() for t in live_tensors()]
     return [storage for storage in storages if storage.nbytes()]
+
+
+class SavedActivations(saved_tensors_hooks):
+    """While entered, counts what forward keeps for backward: `bytes` now, `peak` at most; parameters of `module` do not count.
+
+    Each storage counts once, from the first tensor that is kept of it until the last is let go.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._not_counted = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._uses: Counter[int] = Counter()
+        self.bytes = self.peak = 0
+        super().__init__(self._keep, lambda kept: kept.tensor)
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        kept, storage = _Kept(tensor), tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self._not_counted:
+            self._uses[address] += 1
+            self.bytes += size if self._uses[address] == 1 else 0
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(kept, self._let_go, address, size)
+        return kept
+
+    def _let_go(self, address: int, size: int) -> None:
+        self._uses[address] -= 1
+        self.bytes -= size if self._uses[address] == 0 else 0
+
+
+class _Kept:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 def zero1_bytes(numel: int, world_size: int, bytes_per_element: int = 12) -> int:

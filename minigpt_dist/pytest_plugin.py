@@ -160,7 +160,7 @@ def _isolation(config: pytest.Config) -> Any:
 def _origins(config: pytest.Config, spec: str) -> list[str]:
     """Where every name of the contract came from, or why the implementation could not be loaded; asked of a rank."""
     from minigpt_dist.launch import LaunchError
-    from minigpt_dist.verify.contract import SLOTS, origins_body
+    from minigpt_dist.verify.contract import SLOTS, absence, origins_body
     from minigpt_dist.verify.subject import Subject
 
     slots = tuple(s for s in str(config.getoption("--slots")).split(",") if s)
@@ -170,7 +170,8 @@ def _origins(config: pytest.Config, spec: str) -> list[str]:
         except LaunchError as error:
             return [f"  {spec} cannot be loaded: {str(error).splitlines()[0]}"]
     names = [name for names in SLOTS.values() for name in names]
-    return [f"  {name}: {origins.get(name, 'missing')}" for name in [*names, *(n for n in origins if n not in names)]]
+    found = {**{name: absence(name, spec) for name in names}, **origins}
+    return [f"  {name}: {origin}" for name, origin in found.items()]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

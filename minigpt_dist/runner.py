@@ -25,6 +25,7 @@ from minigpt_dist.loop import Unguarded, train
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.memory import baseline
 from minigpt_dist.parallel.collectives import world
+from minigpt_dist.parallel.mesh import coordinates_of
 from minigpt_dist.recorder import ALL, Recorder, whole_parameters
 from minigpt_dist.rescue import Rescue, place, whole_gradients
 from minigpt_dist.trace import Record, state_digests, to_line
@@ -45,6 +46,9 @@ class Pieces:
     forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(
         ids
     )  # through a data-parallel wrapper, if any
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, out, targets: next_token_loss(
+        out, targets
+    )  # of what forward returned
     after_backward: Callable[[nn.Module], object] = lambda model: None  # its finish call, where hooks do not do it all
     full_parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] = (
         whole_parameters  # collected, where they are sharded
@@ -101,6 +105,7 @@ class Worker:
         if config.world_size != N:
             raise ValueError(f"world_size is {config.world_size}, but should be {N}, the number of ranks started")
         self.rank, self.snapshot = rank, dict[str, str]()
+        self.replica = coordinates_of(config.layout, rank).dp  # ranks of one replica read the same data
         # Ranks start from different seeds on purpose: only the broadcast can make them equal.
         torch.manual_seed(config.seed * 1009 + rank + (500_009 if self.resume else 0))
         model = self.pieces.model(config.model).to(self.device, getattr(torch, config.dtype))
@@ -116,7 +121,7 @@ class Worker:
             make_optimizer=self._make_optimizer,
             restore=self._restore,
             batches=self._batches,
-            loss_of=lambda model, x, y: next_token_loss(self.pieces.forward(model, x), y),
+            loss_of=lambda model, x, y: self.pieces.loss(model, self.pieces.forward(model, x), y),
             backward=self._backward,
             save=self._save,
             observe=self._observe,
@@ -147,15 +152,17 @@ class Worker:
         """This rank's micro-batches of one step. Dropout's stream is a function of seed, step and place in the global batch."""
         for m in range(self.config.micro_batches):
             if self.config.model.dropout:
-                seat = self.rank * self.config.micro_batches + m
+                seat = self.replica * self.config.micro_batches + m
                 torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + seat)
-            x, y = read_batch(self.corpus, self.config, place(step, self.skipped) - 1, self.rank, m)
+            x, y = read_batch(self.corpus, self.config, place(step, self.skipped) - 1, self.replica, m)
             self.recorder.batch(x)
             self._last = m == self.config.micro_batches - 1
             yield x, y
 
     def _backward(self, loss: Tensor, optimizer: Any) -> None:
         with nullcontext() if self._last else self.pieces.accumulating(optimizer):
+            scaler = getattr(optimizer, "scaler", None)
+            loss = loss if scaler is None else scaler.scaled(loss)
             if self.config.reduction == "exact":
                 loss.backward()
                 optimizer.fold()
@@ -168,6 +175,8 @@ class Worker:
         if step != self.config.checkpoint_step and not due:
             return
         self.snapshot, self.saved = state_digests(self._write(step, model, optimizer)), step
+        if self.config.tp > 1:  # the state has this rank's part of a parameter, a record the whole
+            self.snapshot |= {f"model.{name}": value for name, value in self.recorder.records[-1].params.items()}
 
     def _write(self, step: int, model: nn.Module, optimizer: Any) -> State:
         """Write a checkpoint of this run; the state that it holds."""

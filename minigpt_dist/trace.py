@@ -7,10 +7,11 @@ Leaves observing to `recorder.py` and judging to `verify/`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ class Record:
     grad_sq: squared 2-norm of this rank's slice of the mean gradient.
     param_norm: 2-norm over all parameters, summed in float64 in declaration order.
     params: name -> digest, parameters and buffers. optimizer: path -> digest of the state dict's leaves.
+    update_ratio: how far a sample of the parameters moved in this step, over its size. drift: which numbers are far from usual, and the
+    factor (`drift.py`).
+    loss_scale: what the step's loss was multiplied by; nan without a scale. skipped: steps left out for an overflow, in the run so far.
     bytes: kind -> bytes held. collectives: what was called since the last record. tokens: ids read. seconds: by phase.
     """
 
@@ -71,12 +75,16 @@ class Record:
     grad_norm: float = math.nan
     grad_sq: float = math.nan
     param_norm: float = math.nan
+    loss_scale: float = math.nan
+    skipped: int = 0
     params: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, str] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     collectives: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    update_ratio: float = math.nan
+    drift: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,6 +122,11 @@ class Trace:
         """Step -> 2-norm of the mean gradient, from the ranks' disjoint slices."""
         return {s: math.sqrt(math.fsum(r.grad_sq for r in self.at(s))) for s in self.steps if s}
 
+    def skips(self) -> list[int]:
+        """The steps that were left out, on all ranks, because a gradient overflowed under the loss scale."""
+        counts = [(s, self.at(s)[0].skipped) for s in self.steps]
+        return [b for (_, before), (b, after) in itertools.pairwise(counts) if after > before]
+
     def write(self, path: Path) -> None:
         """JSON Lines: the header first, then a line a record."""
         lines = [json.dumps({"header": self.header}, sort_keys=True), *(to_line(r) for r in self.records)]
@@ -122,7 +135,7 @@ class Trace:
 
 def to_line(record: Record) -> str:
     """One record as one line of JSON."""
-    return json.dumps(asdict(record), sort_keys=True)
+    return json.dumps(vars(record), sort_keys=True)
 
 
 def read_trace(path: Path) -> Trace:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from minigpt_dist.grading.answers import Unit, ask
 from minigpt_dist.launch.sandbox import Isolation, choose
 from minigpt_dist.verify.checks import CHECKS, put
 from minigpt_dist.verify.subject import Subject
@@ -60,10 +61,11 @@ def left_behind() -> list[str]:
 
 
 def verdict_on(path: Path, mode: str, seed: int = 20_260_801) -> str:
-    check = CHECKS[said(path, "attacks")]
+    """What a grade is made of: a check that trips over what ranks forged has not passed either."""
+    unit = Unit(said(path, "attacks"), 2)
     with Subject(str(path), deadline_s=DEADLINE_S, isolation=Isolation(mode), seed=seed, budget_s=60.0) as subject:
-        verdict = put(check, subject, 2)
-    return "passed" if verdict.passed else "not judged" if verdict.not_judged else "failed"
+        outcome = ask(subject, unit).outcome
+    return outcome if outcome in ("passed", "not_judged") else "failed"
 
 
 def attack(name: str, mode: str, tmp: Path) -> None:

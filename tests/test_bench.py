@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minigpt_dist.bench import collectives, data_parallel, launch, step, zero
+from minigpt_dist.bench import collectives, data_parallel, guard, launch, recompute, step, zero
 from minigpt_dist.bench.comparison import Comparison
 from minigpt_dist.bench.interleave import interleaved, slowest
 from minigpt_dist.cli import bench
@@ -91,6 +91,24 @@ def test_our_wrapper_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str
     assert found[data_parallel.TORCH][-3:-1] == ["<=", "1.05"]
 
 
+def test_the_quiet_guard_is_measured_beside_steps_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("guard --world-size 2 --rounds 2 --steps 1") == EXIT_OK
+    out, sizes = capsys.readouterr().out, "tiny: P = 29,824, 2 ranks, 2 rounds of 1 steps"
+    assert rows(out, f"The guard, {sizes}")[guard.UNGUARDED][-3:-1] == ["<=", "1.01"]
+    share = rows(out, f"The guard's CPU seconds, {sizes}, rank 0")[guard.STEP]
+    assert share[-3:-1] == ["<=", "0.01"]
+    assert 0 < float(share[-4]) < 1
+
+
+def test_recomputation_is_measured_beside_the_plain_step_and_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("recompute --world-size 2 --rounds 2 --steps 1") == EXIT_OK
+    out = capsys.readouterr().out
+    found = rows(out, "Step with recomputation, tiny: P = 29,824, 2 ranks, 2 rounds of 1 steps")
+    assert list(found) == [recompute.PLAIN, recompute.OURS, recompute.TORCH]
+    kept = out.partition("at most: ")[2].splitlines()[0].replace(",", "").split()
+    assert int(kept[3]) > int(kept[6])
+
+
 @pytest.mark.slow
 def test_stages_2_and_3_are_each_measured_beside_stage_1_and_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("zero --world-size 2 --rounds 2 --steps 1") == EXIT_OK
@@ -123,7 +141,7 @@ def test_strict_exits_one_where_a_goal_is_missed(
 
 
 WRONG = {
-    "speed": "what is 'speed', but should be one of step, ddp, zero, collectives, checkpoint, launch, all",
+    "speed": "what is 'speed', but should be one of step, ddp, zero, recompute, guard, collectives, checkpoint, launch, all",
     "step --size huge": "size is 'huge', but should be one of tiny, medium",
     "step --rounds 0": "rounds is 0, but should be a whole number of at least 1",
     "step --steps -1": "steps is -1, but should be a whole number of at least 1",

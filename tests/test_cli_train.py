@@ -164,6 +164,27 @@ def test_an_altered_checkpoint_is_told_before_ranks_start(
     assert (shard in err, err.count("\n")) == (True, 1)
 
 
+@pytest.mark.slow  # four ranks; the worker's own runs are compared in the quick tests of tensor parallelism
+def test_replicas_of_two_ranks_are_verified_and_go_on_where_they_were(tmp_path: Path) -> None:
+    size = ["--tp", "2", "--dp", "2", "--sequence-parallel", "--recompute", "--steps", "4"]
+    first = run_into(tmp_path / "first", *size)
+    assert (first.code, first.outcome.config.world_size) == (0, 4)
+    assert "12P/N with P = 15360, N = 2: of the model's 29824" in first.out
+    second = run_into(tmp_path / "second", "--resume", str(first.folder), "--steps", "6")
+    assert second.code == 0
+    assert second.outcome.trace.at(4)[0].params == first.outcome.trace.at(4)[0].params
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(["--resume", str(first.folder), "--world-size", "2", "--steps", "6"]) == 2
+    assert said.getvalue().strip() == "minigpt-dist: world_size is 2, but should be 4, as tp is 2"
+
+
+@pytest.mark.slow  # as above
+def test_steps_that_overflow_are_told(tmp_path: Path) -> None:
+    run = run_into(tmp_path / "half", *SIZE, "--dtype", "float16", "--loss-scale", "4194304", "--steps", "8")
+    assert run.code == 0
+    assert "skipped on all ranks, as a gradient overflowed: steps 1" in run.out
+
+
 def test_on_text_the_loss_is_reported_not_judged_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

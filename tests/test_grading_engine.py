@@ -12,7 +12,7 @@ from minigpt_dist.grading.answers import Answer, Unit
 from minigpt_dist.grading.crew import BrokenGraderError, OutOfTimeError, WorkerLostError
 from minigpt_dist.grading.engine import Run, grade
 from minigpt_dist.grading.grader import Order
-from minigpt_dist.grading.plan import Group, Step, answers
+from minigpt_dist.grading.plan import Group, Step, answers, unanswered
 from minigpt_dist.verify.contract import SLOTS
 from minigpt_dist.verify.subject import Subject
 
@@ -28,6 +28,7 @@ class Scripted:
     offer: dict[str, Any] = field(default_factory=lambda: dict(OFFER))
     asked: list[str] = field(default_factory=list)
     opened: int = 0
+    leaves_open: str = ""  # a check that is answered at the second asking only
 
     def prepare(self) -> None: ...
 
@@ -39,7 +40,8 @@ class Scripted:
     def ask(self, group: Group, limit: float) -> list[Answer]:
         self._next(group.name)
         self.asked.append(group.name)
-        return [Answer(*unit, "passed") for unit in group.units]
+        first = self.asked.count(group.name) == 1
+        return [Answer(*unit, "passed") for unit in group.units if not (first and unit.check == self.leaves_open)]
 
     def _next(self, name: str) -> None:
         if self.raises.get(name):
@@ -81,6 +83,14 @@ def test_a_group_that_kills_every_worker_is_crashed_and_the_rest_is_not() -> Non
 def test_a_submission_that_kills_every_worker_on_import_is_ungradable() -> None:
     run = graded(Scripted({"open": [WorkerLostError()] * 3}))
     assert run.error == "the grading process was killed while it was asked, 3 times over"
+
+
+def test_a_lane_whose_worker_is_lost_in_the_first_round_is_opened_again_for_the_second() -> None:
+    failing = {"checkpoint@1": [WorkerLostError()] * 3, "checkpoint@4": [WorkerLostError()] * 3}
+    lane = Scripted(failing, leaves_open="checkpoint.tensors")
+    run = graded(lane)
+    assert run.answers[Unit("checkpoint.tensors", 2)].outcome == "passed"
+    assert lane.asked.count("checkpoint@2") == 2
 
 
 def test_time_that_is_used_up_is_a_timeout_for_all_that_is_left() -> None:
@@ -135,3 +145,22 @@ def test_after_a_hang_an_item_and_what_requires_it_are_spared(monkeypatch: pytes
     assert asked == ["optimizer.plain", "optimizer.frozen"]
     spared = "not asked, because optimizer.plain got stuck at this world size"
     assert found["optimizer.long"] == found["optimizer.tied"] == ("timeout", spared)
+
+
+def test_what_requires_an_item_that_fails_is_left_open_until_its_outcome_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "minigpt_dist.grading.plan.ask",
+        lambda subject, unit: Answer(*unit, "failed" if unit.check == "optimizer.plain" else "passed"),
+    )
+    steps = (
+        Step("update", (), ("optimizer.plain",)),
+        Step("tied", ("update",), ("optimizer.tied",)),
+        Step("deep", ("tied",), ("optimizer.frozen",)),
+        Step("other", (), ("optimizer.betas",)),
+    )
+    group = Group("pieces", 2, steps)
+    found = {a.unit for a in answers(group, Subject("x"))}
+    assert {unit.check for unit in found} == {"optimizer.plain", "optimizer.betas"}
+    assert [step.item for part in unanswered([group], found) for step in part.steps] == ["tied", "deep"]

@@ -28,7 +28,7 @@ WRONG = [
     ("schema is 'x'", lambda t: t.update(schema="x")),
     ("total is 2, but should be 3", lambda t: t["item"][0].update(points=2)),
     ("is there 2 times", lambda t: t["item"][1].update(id="a", requires=[])),
-    ("belongs to no item", lambda t: t["ignored"].pop()),
+    ("belongs to no item", lambda t: t["ignored"].remove("ddp.plain")),
     ("'nosuch' among its checks", lambda t: t["item"][0].update(checks=["nosuch"])),
     ("checks of item 'a' is \\[\\]", lambda t: t["item"][0].update(checks=[])),
     ("checks of item 'a' is None", lambda t: t["item"][0].pop("checks")),
@@ -45,6 +45,7 @@ WRONG = [
     ("item 'a' has 'pionts'", lambda t: t["item"][0].update(pionts=3)),
     ("item is no array", lambda t: t.update(item=[])),
     ("lesson", lambda t: t.update(contract={"lesson": ["nosuch"]})),
+    ("lesson", lambda t: t.update(contract={"lesson": ["guard"]})),  # asked by name only
     ("mixes the contract", lambda t: t["item"][0].update(checks=[FIRST, "contract.model"])),
 ]
 

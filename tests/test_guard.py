@@ -54,6 +54,14 @@ def test_a_mean_loss_above_twice_the_last_good_one_is_a_spike(ranks: World) -> N
     assert ranks.run(guard_body, losses, None) == [[None, None, ["spike", 0], None, ["spike", 0]]] * ranks.world_size
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gradients_that_are_finite_are_good_though_their_sum_is_not(dtype: torch.dtype) -> None:
+    guard, large = Guard(), torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
+    for step, last in enumerate([1.0, math.inf, -math.inf, math.nan]):
+        guard.ask(1.0, [large, torch.tensor([2.0, last])])
+        assert (guard.answer(step) is None) == (step == 0)
+
+
 def test_the_guard_stops_with_a_report_when_it_may_not_roll_back_again() -> None:
     guard = Guard(limit=1)
     guard.ask(math.nan, [])

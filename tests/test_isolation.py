@@ -16,6 +16,7 @@ import pytest
 from minigpt_dist.launch import RankDied
 from minigpt_dist.launch.sandbox import MODES, Contents, Isolation, IsolationError, Jail, choose, isolation
 from minigpt_dist.launch.sandbox.contents import LAUNCH, copy_kit, copy_submission
+from minigpt_dist.launch.sandbox.leftovers import owned_folder, sweep
 from minigpt_dist.verify.checks import CHECKS, put
 from minigpt_dist.verify.contract import origins_body
 from minigpt_dist.verify.kit import BODIES, beside, kit
@@ -189,3 +190,18 @@ def test_sandboxes_of_a_killed_parent_end_and_leave_no_folder(own_tmp: Path) -> 
     assert select.select([stem], [], [], 60.0)[0] == [stem]
     os.close(stem)
     assert jails(own_tmp) == []
+
+
+def test_the_next_start_removes_the_folder_of_a_killed_parent_and_no_other(own_tmp: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        owned_folder()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    mine, owner = owned_folder()
+    assert len(jails(own_tmp)) == 2
+    sweep.__wrapped__()
+    assert jails(own_tmp) == [mine.name]
+    mine.joinpath("owner").unlink()
+    mine.rmdir()
+    os.close(owner)

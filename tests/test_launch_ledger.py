@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[Callable[[int], object], tuple[str | None, int, int | Non
     "reduce": (lambda _: dist.reduce(A.clone(), dst=1), ("float32", 3, 1)),
     "gather": (lambda _: dist.gather(A, only_first(empties()), dst=0), ("float32", 3, 0)),
     "scatter": (lambda _: dist.scatter(torch.empty(3), only_first([A, A]), src=0), ("float32", 3, 0)),
-    "batch_isend_irecv": (exchange, ("float32", 6, None)),
+    "batch_isend_irecv": (exchange, ("float32", 3, None)),
     "barrier": (lambda _: dist.barrier(), (None, 0, None)),
     "monitored_barrier": (lambda _: dist.monitored_barrier(), (None, 0, None)),
     "all_gather_object": (lambda peer: dist.all_gather_object([None, None], peer), (None, 0, None)),

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigpt_dist.launch import WireError
+from minigpt_dist.launch.arguments import pack, unpack
 from minigpt_dist.launch.frames import FrameReader, send_frame
 from minigpt_dist.launch.wire import _DTYPES, decode, encode
 
@@ -92,6 +93,22 @@ def test_shapes_come_back(shape: tuple[int, ...]) -> None:
     assert torch.equal(back, torch.ones(shape, dtype=torch.float64))
 
 
+@given(st.binary(max_size=64), st.sampled_from(sorted(_DTYPES)))
+def test_arguments_reach_a_rank_bit_for_bit(data: bytes, name: str) -> None:
+    size = _DTYPES[name].itemsize
+    data = bytes(byte & 1 for byte in data) if name == "bool" else data
+    tensor = torch.tensor(list(data[: len(data) // size * size]), dtype=torch.uint8).view(_DTYPES[name])
+    assert same(unpack(pack((tensor, {"t": [tensor, 1]}))), (tensor, {"t": [tensor, 1]}))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3, 4)])
+def test_an_argument_keeps_its_shape_and_is_the_ranks_own_to_write(shape: tuple[int, ...]) -> None:
+    sent = torch.ones(shape)
+    [taken] = unpack(pack((sent,)))
+    taken.zero_()
+    assert (taken.shape, torch.equal(sent, torch.ones(shape))) == (sent.shape, True)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -108,6 +125,12 @@ def test_a_tensor_comes_back_as_plain_contiguous_values(tensor: torch.Tensor) ->
     back = through(tensor)
     assert type(back) is torch.Tensor
     assert torch.equal(back, tensor.detach())
+
+
+def test_arguments_that_are_no_plain_tensor_go_by_pickle_as_they_are() -> None:
+    transposed, trained = torch.arange(6.0).reshape(2, 3).t(), torch.nn.Parameter(torch.ones(2))
+    first, second = unpack(pack((transposed, trained)))
+    assert (first.stride(), type(second), second.requires_grad) == ((1, 3), torch.nn.Parameter, True)
 
 
 def test_a_received_tensor_can_be_written_to() -> None:

@@ -164,6 +164,7 @@ def test_ranks_are_forked_from_a_process_of_one_thread(world: World) -> None:
     assert {len(threads) for threads in world.run(threads_of_the_server)} == {1}
 
 
+@pytest.mark.slow
 def test_spawned_ranks_do_the_same() -> None:
     with World(2, method="spawn", env={"GIVEN": "too"}) as world:
         assert world.run(total, 1.0) == [3.0, 3.0]

@@ -6,7 +6,7 @@ import pytest
 
 from minigpt_dist.bench import states
 from minigpt_dist.bench.states import DTYPES, STAGES, measure_states, padding, unlike
-from minigpt_dist.cli import memory
+from minigpt_dist.cli import memory_table
 from minigpt_dist.cli.commands import parser_of
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError
 from minigpt_dist.memory import state_bytes
@@ -41,7 +41,7 @@ def test_the_command_prints_both_and_its_exit_code_says_whether_they_agree(
     exact = {d: [int(states.NUMEL * sum(state_bytes(s, d, 2).values())) for s in STAGES] for d in DTYPES}
     exact["float32"][2] += off
     monkeypatch.setattr(states, "measure_states", lambda world_size, deadline_s: exact)
-    assert memory.run(parser_of(memory).parse_args(["--world-sizes", "2"])) == code
+    assert memory_table.run(parser_of(memory_table).parse_args(["--world-sizes", "2"])) == code
     out = capsys.readouterr().out
     row = next(line.split() for line in out.splitlines() if line.startswith("2 "))
     assert row[:4] == ["2", "16.00", "(16.00)", "14.00"]
@@ -56,11 +56,11 @@ def test_the_command_prints_both_and_its_exit_code_says_whether_they_agree(
 
 @pytest.mark.slow
 def test_the_command_measures_on_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory.run(parser_of(memory).parse_args(["--world-sizes", "1,2"])) == EXIT_OK
+    assert memory_table.run(parser_of(memory_table).parse_args(["--world-sizes", "1,2"])) == EXIT_OK
     assert "2      16.00 (16.01)  14.00 (14.00)  12.00 (12.00)    8.00 (8.00)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["--world-sizes 0", "--deadline 0", "--deadline nan"])
 def test_wrong_usage_is_told_before_anything_is_measured(line: str) -> None:
     with pytest.raises(UsageError, match="but should be"):
-        memory.run(parser_of(memory).parse_args(line.split()))
+        memory_table.run(parser_of(memory_table).parse_args(line.split()))

@@ -14,8 +14,7 @@ from minigpt_dist.config import TrainConfig
 from minigpt_dist.launch import run_world
 from minigpt_dist.runner import Worker
 from minigpt_dist.verify.checks import judge
-from minigpt_dist.verify.checks.composition import default_config
-from minigpt_dist.verify.composition import composed
+from minigpt_dist.verify.composition import composed, default_config
 from minigpt_dist.verify.peers import LAYERS, PEERS, build, pipelining, tensor_parallel, traits_of, unavailable
 from minigpt_dist.verify.peers.replay import ORDERS, replay_body
 from minigpt_dist.verify.peers.traits import Traits, optimizer_bytes

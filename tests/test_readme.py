@@ -6,8 +6,11 @@ Run as a script, it writes the map of files anew.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,11 +118,45 @@ def test_the_failure_shown_is_what_the_code_shown_gives(
     assert [line for line in shape("\n".join(block("failure"))) if line not in printed] == []
 
 
+def test_the_layouts_shown_are_what_the_plan_shown_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    from minigpt_dist.__main__ import main
+
+    line = next(line for line in COMMANDS if " plan --params" in line)
+    assert main(shlex.split(line)[1:]) == 0
+    assert block("plan") == [printed.rstrip() for printed in capsys.readouterr().out.splitlines()]
+
+
 def test_the_schedule_shown_is_what_the_code_shown_prints(capsys: pytest.CaptureFixture[str]) -> None:
     pieces = TEXT.split("## Pieces")[1]
     code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", pieces, re.DOTALL)[0]
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == shown
+
+
+EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", TEXT.split("## Pieces")[1], re.DOTALL)[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code, shown", EXAMPLES, ids=["collectives", "wrapper", "saving"])
+def test_the_example_shown_prints_what_is_shown(code: str, shown: str, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(code)
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == (shown, 0), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "memory"])
+def test_the_table_shown_has_the_lines_that_the_command_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from minigpt_dist.__main__ import main
+
+    line = next(line for line in COMMANDS if f"minigpt-dist {name} --" in line)
+    assert main(shlex.split(line)[1:]) == 0
+    printed = shape(capsys.readouterr().out)
+    wanted = [line for line in block(name) if not line.startswith("rank ") or "|" not in line]
+    assert [line for line in shape("\n".join(wanted)) if line not in printed and "shared" not in line] == []
 
 
 if __name__ == "__main__":

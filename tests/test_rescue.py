@@ -62,7 +62,7 @@ def last(ranks: list[dict[str, Any]]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("what", "at", "stage"),
     [
-        ("spike", 2, 1),
+        pytest.param("spike", 2, 1, marks=pytest.mark.slow),
         ("nan on rank 1", 5, 1),
         *(pytest.param("nan on rank 1", 5, z, marks=pytest.mark.slow) for z in (2, 3)),
     ],

@@ -74,6 +74,29 @@ def test_curves_are_means_sums_and_extremes_over_ranks(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
+def test_tensorboard_reads_back_every_point_of_every_curve(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="events are written and read by the extra tensorboard")
+    pytest.importorskip("matplotlib", reason="the page is drawn by the extra report")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "events"
+    assert run_report.run(command(f"{live_run(tmp_path)} --tensorboard {folder}")) == 0
+    found = EventAccumulator(str(folder)).Reload()
+    wanted = {f"{c.title}/{name}": line for c in charts(read_run(tmp_path)) for name, line in c.lines.items()}
+    finite = {tag: {s: v for s, v in line.items() if math.isfinite(v)} for tag, line in wanted.items()}
+    shown = {tag: {e.step: e.value for e in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+    assert shown == {tag: pytest.approx(line) for tag, line in finite.items()}
+
+
+def test_a_folder_with_events_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "events.out").touch()
+    with pytest.raises(UsageError, match=r"tensorboard is '.*events', which holds 'events\.out', but should be a new"):
+        run_report.run(command(f"{live_run(tmp_path)} --tensorboard {tmp_path / 'events'}"))
+    assert not (tmp_path / "report.html").exists()
+
+
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_a_run_killed_in_the_middle_of_a_line_is_read_up_to_the_last_whole_step(tmp_path: Path, cut: int) -> None:
     live_run(tmp_path, reached=(3, 2), tail=to_line(record(4, 0))[:cut])

@@ -149,6 +149,19 @@ def test_optimizer_holds_twelve_bytes_a_parameter() -> None:
     assert zero.shards[0].master.numel() == 29_824
 
 
+def hidden_body() -> list[int]:
+    model = nn.Linear(4, 4)
+    known, found = baseline(), []
+    for home in (torch, torch.nn, model):  # modules loaded before the fork are known to no collector
+        vars(home)["kept"] = torch.ones(100)
+        found.append(census(model, known)["optimizer"])
+    return found
+
+
+def test_a_tensor_counts_wherever_a_name_holds_it() -> None:
+    assert run_world(hidden_body, 1) == [[400, 800, 1200]]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

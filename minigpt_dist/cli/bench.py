@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minigpt_dist.cli import profiling
 from minigpt_dist.cli.train import launched_ranks
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, number, one_of, seconds, whole
 from minigpt_dist.launch.client import prepare
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "measure steps, checkpoints and launches beside their rivals, as ratios"
-KINDS, SIZES = ("step", "ddp", "zero", "collectives", "checkpoint", "launch", "all"), ("tiny", "medium")
+KINDS = ("step", "ddp", "zero", "recompute", "guard", "collectives", "checkpoint", "launch", "all")
+SIZES = ("tiny", "medium")
 ROUNDS = {"tiny": 20, "medium": 10, "collectives": 10, "checkpoint": 8, "launch": 30}
 REDUCED_ROUNDS = {"tiny": 8, "medium": 4, "collectives": 4, "checkpoint": 4, "launch": 10}  # of `bench all`
 STEPS = {"tiny": 10, "medium": 1}  # a turn
@@ -36,14 +38,28 @@ NOTE = "Ratios travel to other machines, milliseconds do not."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", nargs="?", default="all", metavar="WHAT", help=f"{', '.join(KINDS)} at fewer rounds (all)")
-    add("--size", default="tiny", metavar="SIZE", help=f"step, ddp, zero: the model, {' or '.join(SIZES)} (tiny)")
+    add(
+        "--size",
+        default="tiny",
+        metavar="SIZE",
+        help=f"step, ddp, zero, recompute, guard: the model, {' or '.join(SIZES)} (tiny)",
+    )
     add("--megabytes", type=whole("megabytes"), default=MEGABYTES, metavar="N", help=f"checkpoint: 10^6 ({MEGABYTES})")
     add("--dir", type=Path, metavar="DIR", help="checkpoint: the disk to write to (temporary files)")
     add("--world-size", type=whole("world_size"), default=WORLD_SIZE, metavar="N", help=f"ranks ({WORLD_SIZE})")
     add("--rounds", type=whole("rounds"), metavar="N", help="in each, every variant has a turn (by kind)")
     add("--steps", type=whole("steps"), metavar="N", help="step: a turn (by size)")
-    add("--json", type=Path, metavar="FILE", help="also write every round's seconds here")
+    add("--json", type=Path, metavar="FILE", help="also write every round's seconds here, or the profile")
     add("--strict", action="store_true", help="exit 1 if a goal is missed")
+    add("--profile", action="store_true", help="instead: the figures of one training run of --size")
+    add(
+        "--goals",
+        type=Path,
+        metavar="FILE",
+        help="profile: TOML, [goals] with a line a figure; exit 1 if one is missed",
+    )
+    price = "profile: of all devices together, in any currency"
+    add("--price-per-hour", type=number("price_per_hour"), metavar="X", help=price)
     deadline = f"seconds a measurement may take ({DEADLINE_S:g})"
     add("--deadline", type=number("deadline"), default=DEADLINE_S, metavar="S", help=deadline)
 
@@ -51,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0, or with --strict 1 if a goal is missed."""
     _check(args)
+    goals = profiling.goals_of(args) if args.profile else {}
     prepare()
+    if args.profile:
+        return profiling.run(args, goals)
     from minigpt_dist.bench.machine import machine
     from minigpt_dist.cli.report import console as new_console
 
@@ -60,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="minigpt-dist-", dir=args.dir) as folder:
         for measure in _measurements(args, Path(folder)):
             with console.status("measuring"):
-                made = measure()
-            found += made if isinstance(made, list) else [made]
-            for each in made if isinstance(made, list) else [made]:
+                measured = measure()
+            for each in measured if isinstance(measured, list) else [measured]:
                 _print_comparison(console, each)
+                found.append(each)
     if args.json is not None:
         text = json.dumps({"machine": here, "comparisons": [each.to_dict() for each in found]}, indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
@@ -72,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     one_of("what", args.what, KINDS)
+    profiling.check(args)
     one_of("size", args.size, SIZES)
     seconds("deadline", args.deadline)
     try:
@@ -93,7 +113,9 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     from minigpt_dist.bench.checkpoint import compare_checkpoints
     from minigpt_dist.bench.collectives import BYTES, compare_all_reduces
     from minigpt_dist.bench.data_parallel import compare_data_parallel
+    from minigpt_dist.bench.guard import compare_guard
     from minigpt_dist.bench.launch import compare_launches
+    from minigpt_dist.bench.recompute import compare_recompute
     from minigpt_dist.bench.step import compare_steps
     from minigpt_dist.bench.zero import compare_stages
 
@@ -109,6 +131,12 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     if args.what in ("zero", "all"):
         size = "medium" if args.what == "all" else args.size
         yield partial(compare_stages, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
+    if args.what in ("recompute", "all"):
+        size = "medium" if args.what == "all" else args.size
+        yield partial(compare_recompute, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
+    if args.what in ("guard", "all"):
+        size = "medium" if args.what == "all" else args.size
+        yield partial(compare_guard, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
     if args.what in ("collectives", "all"):
         for nbytes in BYTES:
             yield partial(compare_all_reduces, nbytes, N, rounds["collectives"], deadline_s)
@@ -138,7 +166,7 @@ def _print_comparison(console: Console, found: Comparison) -> None:
     for variant, times in found.seconds.items():
         ratio = found.ratio(variant)
         cells = [f"{1e3 * value:.1f}" for value in (found.median(variant), min(times), max(times))]
-        cells += ["" if ratio is None else f"{ratio:.2f}"] if found.ours else []
+        cells += ["" if ratio is None else f"{ratio:.{2 if ratio > 0.1 else 4}f}"] if found.ours else []
         made.add_row(variant, *cells, _goal(found, variant), _mark(found.met(variant)))
     console.print(made)
 

@@ -23,18 +23,8 @@ if TYPE_CHECKING:
 # is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
 FREE_FOR_FALL = (
-    *(
-        "world_size",
-        "steps",
-        "seed",
-        "micro_batches",
-        "dtype",
-        "reduction",
-        "guard",
-        "max_rollbacks",
-        "spike",
-        "zero_stage",
-    ),
+    *("tp", "sequence_parallel", "recompute", "zero_stage", "offload"),
+    *("world_size", "steps", "seed", "micro_batches", "dtype", "reduction", "guard", "max_rollbacks", "spike"),
     *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
 )
 
@@ -100,13 +90,17 @@ def _norms(outcome: Outcome) -> Claim:
 
 def optimizer_share(config: TrainConfig) -> tuple[int, str]:
     """Bytes of optimizer state that a rank must hold, and the rule in words."""
-    P, N = config.model.numel(), config.world_size
+    P, N = config.model.numel(config.tp), config.dp
     element = 24 if config.dtype == "float64" else 12  # master and moments are float32 but for float64 parameters
     share, rule = zero1_bytes(P, N, element), f"{element}P/N with P = {P}, N = {N}"
+    if config.tp > 1:
+        rule += f": of the model's {config.model.numel()}, what one of {config.tp} tensor-parallel ranks holds, over {N} replicas"
     if (
         config.reduction == "exact" and config.zero_stage == 1
     ):  # summed in float64 over micro-batches, before they are cut
         share, rule = share + 8 * N * -(-P // N), f"{rule}, and 8P of the exact sum"
+    if config.offload != "none":
+        rule = f"{rule}, offloaded to {config.offload}"
     return share, rule
 
 

@@ -137,10 +137,13 @@ def _rubric(args: argparse.Namespace) -> Rubric:
 
     try:
         rubric = load(Path(args.rubric) if args.rubric else DEFAULT)
-        rubric.chosen(args.only)
-        return rubric
+        asked = rubric.chosen(args.only)
     except RubricError as error:
         raise UsageError(str(error)) from None
+    if args.only and all(item.optional and not item.slots & set(args.slots) for item in asked):
+        slots = ",".join(sorted({slot for item in asked for slot in item.slots}))
+        raise UsageError(f"only is {args.only[0]!r}, which is asked by name, but should come with --slots {slots}")
+    return rubric
 
 
 def _seed(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from minigpt_dist.cli.report import say, table
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, one_of
 from minigpt_dist.launch import RankError
 from minigpt_dist.verify.checks import CHECKS, Check, Verdict, composition, put, resume
-from minigpt_dist.verify.contract import SLOTS, origins_body
+from minigpt_dist.verify.contract import SLOTS, absence, origins_body
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
@@ -108,7 +108,7 @@ def _print_header(console: Console, subject: Subject, origins: dict[str, str]) -
     contract = [name for names in SLOTS.values() for name in names]
     width = max(map(len, contract))
     for name in contract:
-        say(console, f"  {name:<{width}}  {origins.get(name, 'missing')}")
+        say(console, f"  {name:<{width}}  {origins.get(name) or absence(name, subject.spec)}")
     say(console, "")
 
 

@@ -1,6 +1,6 @@
-"""`minigpt-dist memory`: what data parallelism and each stage of ZeRO hold a parameter, predicted, and measured on ranks here.
+"""`minigpt-dist memory`: bytes by kind of every rank of a ZeRO-1 run, foretold and measured.
 
-Owns the table and its verdict. Leaves the formula to `memory`, and the measurement to `bench/states`.
+Owns the options and the table. Leaves both figures to `bench/memory.py`.
 """
 
 from __future__ import annotations
@@ -9,63 +9,84 @@ import argparse
 from typing import TYPE_CHECKING
 
 from minigpt_dist.cli.train import launched_ranks
-from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, number, seconds, sizes
+from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED, UsageError, number, one_of, seconds, whole
+from minigpt_dist.config import DTYPES, ModelConfig
 from minigpt_dist.launch.client import prepare
+from minigpt_dist.require import require_count
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from minigpt_dist.bench.states import Measured
-
 NAME = "memory"
-HELP = "bytes a parameter of DDP and ZeRO stages 1, 2, 3: predicted for 1 to 64 ranks, measured for 1 to 8"
-WORLD_SIZES, PREDICTED, DEADLINE_S = (1, 2, 3, 4, 5, 6, 7, 8), (16, 32, 64), 120.0
-COLUMNS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-WORDS = {"float32": "float32", "bfloat16": "bfloat16, with a float32 master copy"}
+HELP = "count what every rank of a ZeRO-1 run holds, by kind, beside what the sizes foretell"
+SIZES = ("vocab", "embed_dim", "num_heads", "num_layers", "seq_len")
+DEADLINE_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    usual = ",".join(map(str, WORLD_SIZES))
-    add("--world-sizes", type=sizes("world_sizes"), default=WORLD_SIZES, metavar="N,N", help=f"to measure ({usual})")
-    deadline = f"seconds a measurement may take ({DEADLINE_S:g})"
+    add, model = parser.add_argument, ModelConfig()
+    add("--world-size", type=whole("world_size"), default=4, metavar="N", help="ranks (4)")
+    add("--batch", type=whole("batch"), default=4, metavar="N", help="sequences a micro-batch (4)")
+    add("--micro-batches", type=whole("micro_batches"), default=1, metavar="N", help="a rank and step (1)")
+    add("--dtype", default="float32", metavar="TYPE", help=f"{', '.join(DTYPES)} (float32)")
+    for name in SIZES:
+        default = getattr(model, name)
+        add(f"--{name.replace('_', '-')}", type=whole(name), default=default, metavar="N", help=f"({default})")
+    add("--tie-head", action="store_true", help="share the embedding's weight with the head")
+    deadline = f"seconds the run may take ({DEADLINE_S:g})"
     add("--deadline", type=number("deadline"), default=DEADLINE_S, metavar="S", help=deadline)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 0 if what is held is what is predicted, up to padding, else 1."""
+    """Measure and print; 0, or 1 where a rank holds other bytes than foretold."""
+    model = _checked(args)
+    prepare()
+    from minigpt_dist.bench.memory import measured, predicted
+    from minigpt_dist.cli.report import console, say
+
+    wanted = predicted(model, args.world_size, args.batch, args.dtype)
+    held = measured(model, args.world_size, args.batch, args.micro_batches, args.dtype, args.deadline)
+    out = console()
+    ranks = f"{args.world_size} rank{'s' if args.world_size > 1 else ''}, ZeRO-1"
+    tokens = f"{args.micro_batches} micro-batch{'es' if args.micro_batches > 1 else ''} of {args.batch} x {model.seq_len} tokens"
+    say(out, f"Memory by kind (bytes): {ranks}, P = {model.numel():,} of {args.dtype}, {tokens}")
+    _print_table(out, wanted, held)
+    wrong = [
+        f"rank {rank} holds {counts[kind]:,} bytes of {kind}, but should hold {wanted[kind]:,}"
+        for rank, counts in enumerate(held)
+        for kind in wanted
+        if counts[kind] != wanted[kind]
+    ]
+    for line in wrong:
+        say(out, line, "bold red")
+    if not wrong:
+        say(out, "\nevery rank holds what was foretold, to the byte", "bold green")
+    return EXIT_VIOLATED if wrong else EXIT_OK
+
+
+def _checked(args: argparse.Namespace) -> ModelConfig:
+    """The model. UsageError for what cannot be run."""
+    one_of("dtype", args.dtype, DTYPES)
     seconds("deadline", args.deadline)
     if launched_ranks() is not None:
         raise UsageError("memory is one of a launcher's ranks, but should be started alone: it starts ranks itself")
-    prepare()
-    from minigpt_dist.bench.states import measure_states
-    from minigpt_dist.cli.report import console as new_console
-
-    console = new_console()
-    with console.status("measuring"):
-        found = {N: measure_states(N, args.deadline) for N in sorted(set(args.world_sizes))}
-    return EXIT_OK if all([_print_table(console, dtype, found) for dtype in WORDS]) else EXIT_VIOLATED  # noqa: C419 - all are printed
+    try:
+        for name in ("world_size", "batch", "micro_batches"):
+            require_count(name, getattr(args, name))
+        return ModelConfig(**{name: getattr(args, name) for name in SIZES}, tie_head=args.tie_head)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
-def _print_table(console: Console, dtype: str, found: dict[int, Measured]) -> bool:
-    """A row a world size: predicted, and what was measured. Is it the same, up to padding?"""
-    from minigpt_dist.bench.states import NUMEL, STAGES, unlike
-    from minigpt_dist.cli.report import say, table
-    from minigpt_dist.memory import state_bytes
+def _print_table(console: Console, wanted: dict[str, int], held: list[dict[str, int]]) -> None:
+    """A row a rank, their largest and mean, and what was foretold of each."""
+    from minigpt_dist.cli.report import table
 
-    say(
-        console,
-        f"\nBytes a parameter and rank between backward and step, {WORDS[dtype]}: predicted, (measured)",
-        "bold",
-    )
-    made, good = table(console, "ranks", *COLUMNS, left=1), True
-    for N in (*found, *(N for N in PREDICTED if N not in found)):
-        cells = [f"{sum(state_bytes(stage, dtype, N).values()):.2f}" for stage in STAGES]
-        for stage in STAGES if N in found else ():
-            held = found[N][dtype][stage]
-            wrong = unlike(held, stage, dtype, N)
-            good = good and not wrong
-            cells[stage] += f" [bold red]({held / NUMEL:.2f})[/]" if wrong else f" ({held / NUMEL:.2f})"
-        made.add_row(str(N), *cells)
+    rows = [*enumerate(held), ("max", {kind: max(counts[kind] for counts in held) for kind in wanted})]
+    made = table(console, "rank", *wanted, "in all", left=1)
+    for name, counts in rows:
+        made.add_row(str(name), *(f"{counts[kind]:,}" for kind in wanted), f"{sum(counts[kind] for kind in wanted):,}")
+    means = [sum(counts[kind] for counts in held) / len(held) for kind in wanted]
+    made.add_row("mean", *(f"{mean:,.0f}" for mean in means), f"{sum(means):,.0f}")
+    made.add_row("foretold", *(f"{size:,}" for size in wanted.values()), f"{sum(wanted.values()):,}", style="bold")
     console.print(made)
-    return good

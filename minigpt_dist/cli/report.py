@@ -58,6 +58,9 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
     say(console, f"minigpt-dist {minigpt_dist.__version__}: torch {torch.__version__}, {where}, {sizes}")
     _title(console, "Loss (nats a token, mean over ranks)")
     console.print(_losses(console, outcome))
+    skips = outcome.trace.skips()
+    if skips:
+        say(console, f"skipped on all ranks, as a gradient overflowed: steps {', '.join(map(str, skips))}", "yellow")
     if config.max_norm:
         say(console, _clipping(outcome))
     for incident in outcome.incidents:
@@ -119,7 +122,7 @@ def print_claims(console: Console, claims: list[Claim], config: TrainConfig, com
             mark, style = "reported, not judged", "yellow"
         console.print(f"({claim.letter}) [{style}]{mark}[/]: ", end="")
         if claim.violations:
-            shown = claim.violations[0].render(claim.check, minigpt_dist.__name__, config.world_size)
+            shown = claim.violations[0].render(claim.check, minigpt_dist.__name__, config.world_size, tp=config.tp)
             say(
                 console, f"{shown.rpartition(chr(10))[0]}\nreplay: minigpt-dist {command}"
             )  # this run, not the default one

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from minigpt_dist.cli.settings import checked_out, make_out
 from minigpt_dist.cli.usage import EXIT_OK, UsageError
 
 NAME = "report"
@@ -19,13 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="what `train --out RUN` left, or is still writing")
     add("--html", type=Path, metavar="FILE", help="the page (RUN/report.html)")
-    add("--tensorboard", type=Path, metavar="DIR", help="also write the curves as TensorBoard events into this folder")
+    add("--tensorboard", type=Path, metavar="DIR", help="also write the curves as TensorBoard events into this new folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write and say where; UsageError for a folder without metrics, or a package that is missing."""
+    """Write and say where; UsageError for a folder without metrics, one that is in use, or a package that is missing."""
     from minigpt_dist.cli.run_page.metrics import read_run
 
+    if args.tensorboard is not None:  # a second set of events beside the first would be read as one curve
+        checked_out(args.tensorboard, "tensorboard")
     try:
         trace = read_run(args.folder)
     except (OSError, ValueError) as error:
@@ -45,6 +48,6 @@ def run(args: argparse.Namespace) -> int:
             from minigpt_dist.cli.run_page.tensorboard import write_events
         except ImportError:
             raise UsageError(NEEDS.format("tensorboard", "tensorboard")) from None
-        write_events(trace, args.tensorboard)
+        write_events(trace, make_out(args.tensorboard, "tensorboard"))
         print(f"{args.tensorboard}: TensorBoard events")
     return EXIT_OK

@@ -12,13 +12,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from minigpt_dist.cli.planned import take_plan
 from minigpt_dist.cli.usage import UsageError, one_of, seconds
 from minigpt_dist.config import ModelConfig, TrainConfig
 
 BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
-FREE_ON_RESUME = ("steps", "world_size", "zero_stage", *SAVING, "guard", "max_rollbacks", "spike")
+FREE_ON_RESUME = (
+    *("steps", "world_size", "zero_stage", "offload", "recompute", *SAVING),
+    *("guard", "max_rollbacks", "spike"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,10 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
         one_of("backend", args.backend, BACKENDS)
     deadline_s = seconds("deadline", args.deadline)
     given = _given(args)
+    if args.plan is not None:
+        take_plan(given, Path(args.plan))
     _take_launcher(given, launched_ranks)
+    _take_replicas(given, args.dp)
     source = None if args.resume is None else Path(args.resume)
     try:
         config, start = _fresh(given) if source is None else _continued(given, source)
@@ -54,7 +61,7 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
         wanted = f"a step in {start + 1}..{config.steps}, or 0 for no checkpoint"
         raise UsageError(f"checkpoint_step is {config.checkpoint_step}, but should be {wanted}")
     _check_text(config)
-    out = None if args.out is None else _checked_out(Path(args.out))
+    out = None if args.out is None else checked_out(Path(args.out))
     return Settings(config, args.device, args.backend, deadline_s, out, source, start)
 
 
@@ -70,6 +77,18 @@ def _take_launcher(given: dict[str, Any], launched_ranks: int | None) -> None:
     asked = given.setdefault("world_size", launched_ranks)
     if asked != launched_ranks:
         raise UsageError(f"world_size is {asked}, but should be {launched_ranks}, the ranks that the launcher started")
+
+
+def _take_replicas(given: dict[str, Any], dp: int | None) -> None:
+    """The world size that `dp` replicas of the model need."""
+    if dp is None:
+        return
+    if dp < 1:
+        raise UsageError(f"dp is {dp}, but should be a whole number of at least 1")
+    wanted = dp * given.get("tp", 1)
+    asked = given.setdefault("world_size", wanted)
+    if asked != wanted:
+        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp")
 
 
 def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:
@@ -140,24 +159,24 @@ def _check_text(config: TrainConfig) -> None:
         )
 
 
-def _checked_out(out: Path) -> Path:
-    """`out`, if it can be a run's own folder: empty or not there yet. Makes nothing."""
+def checked_out(out: Path, what: str = "out") -> Path:
+    """`out`, the option `what`, if it can be a folder of its own: empty or not there yet. Makes nothing."""
     wanted = "a new or empty folder"
     try:
         held = sorted(os.listdir(out))[:1] if os.path.lexists(out) else []
     except OSError as error:
-        raise UsageError(f"out is {str(out)!r} ({error.strerror}), but should be {wanted}") from error
+        raise UsageError(f"{what} is {str(out)!r} ({error.strerror}), but should be {wanted}") from error
     if held:
-        raise UsageError(f"out is {str(out)!r}, which holds {held[0]!r}, but should be {wanted}")
+        raise UsageError(f"{what} is {str(out)!r}, which holds {held[0]!r}, but should be {wanted}")
     return out
 
 
-def make_out(out: Path) -> Path:
+def make_out(out: Path, what: str = "out") -> Path:
     """Make the folder, as the last thing before ranks start. UsageError if that cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise UsageError(f"out is {str(out)!r} ({error.strerror}), but should be a folder to write in") from error
+        raise UsageError(f"{what} is {str(out)!r} ({error.strerror}), but should be a folder to write in") from error
     return out.absolute()

@@ -14,6 +14,7 @@ from minigpt_dist.cli.settings import BACKENDS, DEVICES, read_settings
 from minigpt_dist.cli.usage import number, pair, whole
 from minigpt_dist.config import DTYPES, GUARDS, REDUCTIONS, ModelConfig, TrainConfig
 from minigpt_dist.launch.client import prepare
+from minigpt_dist.layout import OFFLOADS
 
 NAME = "train"
 HELP = "train the tiny GPT on 4 ranks and prove the composition: loss, norms, bytes, resume"
@@ -41,13 +42,24 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
         "micro_batches": f"a rank and step ({run.micro_batches})",
         "checkpoint_step": "step to save after; 0 for none (half of the steps)",
         "checkpoint_every": "save after every N steps too",
+        "tp": f"ranks that share each layer: tensor parallelism ({run.tp})",
+        "dp": "replicas of the model (world_size / tp)",
         "max_rollbacks": f"bad steps to go back from before giving up ({run.max_rollbacks})",
     }
     for name, text in helps.items():
         add(_option(name), type=whole(name), metavar="N", help=text)
+    add("--sequence-parallel", action="store_true", default=None, help="with --tp, cut the sequence outside of it too")
+    add("--recompute", action="store_true", default=None, help="compute a block's activations again in backward")
     stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
     add("--zero", dest="zero_stage", type=whole("zero_stage"), metavar="STAGE", help=stages)
+    add("--offload", metavar="WHERE", help=f"the optimizer's shard: {', '.join(OFFLOADS)} ({run.offload})")
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
+    add(
+        "--loss-scale",
+        type=number("loss_scale"),
+        metavar="X",
+        help=f"float16: the first ({run.loss_scale:g}); it adapts",
+    )
     add("--reduction", metavar="KIND", help=f"of gradients: {', '.join(REDUCTIONS)} ({run.reduction})")
     add(
         "--checkpoint-minutes",
@@ -59,6 +71,7 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     add("--guard", metavar="KIND", help=guard)
     add("--spike", type=number("spike"), metavar="X", help=f"a loss above X times the last is bad ({run.spike:g})")
     add("--text", metavar="FILE", help="train on the bytes of a file, in place of the made corpus")
+    add("--plan", metavar="FILE", help="model, ranks and batch as `minigpt-dist plan --out FILE` has chosen them")
     add("--out", metavar="DIR", help="keep checkpoint, trace.jsonl and live metrics in this new folder")
     add("--resume", metavar="DIR", help="go on from the latest checkpoint of the run that was kept in DIR")
 

@@ -6,6 +6,7 @@ where to `engine`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import selectors
@@ -88,6 +89,8 @@ class Inline:
         grader, self._grader = self._grader, None
         if grader is not None:
             grader.close()
+            del grader
+            gc.collect()  # as in a process of its own: evidence and errors form cycles
 
     end = close
 

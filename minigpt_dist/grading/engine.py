@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from minigpt_dist.grading.answers import Answer, Unit
 from minigpt_dist.grading.crew import BrokenGraderError, Lane, OutOfTimeError, WorkerLostError
 from minigpt_dist.grading.grader import Order
-from minigpt_dist.grading.plan import Group, plan
+from minigpt_dist.grading.plan import Group, plan, unanswered
 from minigpt_dist.grading.rubric import Item, Rubric
 from minigpt_dist.grading.scoring import Offer, Scorer
 
@@ -40,11 +40,12 @@ class Run:
 
 @dataclass
 class _Queue:
-    """The groups still to be asked, and what the lanes found, shared by their threads."""
+    """The groups still to be asked, which lanes have the submission open, and what they found, shared by their threads."""
 
     run: Run
-    waiting: list[Group]
     changed: Callable[[], None]
+    waiting: list[Group] = field(default_factory=list)
+    opened: set[int] = field(default_factory=lambda: {0})  # the first lane has inspected it
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: bool = False
     error: BaseException | None = None
@@ -84,16 +85,23 @@ def grade(
             lane.prepare()
         _inspect(run, order, lanes[0], limit)
         if not run.error:
-            scorer = Scorer(rubric, run.offer)
-            groups = plan(item for item in items if not item.is_contract and scorer.answerable(item))
-            waiting = [g for g in groups if any(u not in run.answers for u in g.units)]
-            queue = _Queue(run, waiting, changed)
-            _ask_all(queue, order, lanes, limit, budget_s)
+            queue = _Queue(run, changed)
+            for again in (False, True):
+                queue.waiting = _open(run, rubric, items, again)
+                _ask_all(queue, order, lanes, limit, budget_s)
         run.finished = True
     except BrokenGraderError as error:
         run.broken = str(error)
     finally:
         run.seconds += time.monotonic() - start
+
+
+def _open(run: Run, rubric: Rubric, items: Sequence[Item], again: bool) -> list[Group]:
+    """What is still to be asked: first whole groups, whose answers share runs, then what waited for the outcome of what it requires."""
+    scorer, results = Scorer(rubric, run.offer), Scorer(rubric, run.offer).results(run.answers)
+    asked = [i for i in items if not i.is_contract and scorer.answerable(i) and results[i.id].outcome != "skipped"]
+    left = unanswered(plan(asked), run.answers)
+    return left if again else [g for g in plan(asked) if g.name in {part.name for part in left}]
 
 
 def _inspect(run: Run, order: Order, lane: Lane, limit: float) -> None:
@@ -116,7 +124,7 @@ def _ask_all(queue: _Queue, order: Order, lanes: Sequence[Lane], limit: float, b
     """Every waiting group; in this thread if one lane is enough, so that an interrupt reaches it."""
     used = lanes[: max(1, len(queue.waiting))]
     if len(used) == 1:
-        _serve(queue, order, used[0], True, limit, budget_s)
+        _serve(queue, order, 0, used[0], limit, budget_s)
     else:
         _in_threads(queue, order, used, limit, budget_s)
     if queue.error is not None:
@@ -125,7 +133,7 @@ def _ask_all(queue: _Queue, order: Order, lanes: Sequence[Lane], limit: float, b
 
 def _in_threads(queue: _Queue, order: Order, lanes: Sequence[Lane], limit: float, budget_s: float) -> None:
     threads = [
-        threading.Thread(target=_serve, args=(queue, order, lane, lane is lanes[0], limit, budget_s)) for lane in lanes
+        threading.Thread(target=_serve, args=(queue, order, at, lane, limit, budget_s)) for at, lane in enumerate(lanes)
     ]
     for thread in threads:
         thread.start()
@@ -141,14 +149,16 @@ def _in_threads(queue: _Queue, order: Order, lanes: Sequence[Lane], limit: float
         raise
 
 
-def _serve(queue: _Queue, order: Order, lane: Lane, opened: bool, limit: float, budget_s: float) -> None:
-    """One lane: group after group until none is left. What goes wrong with us stops every lane."""
+def _serve(queue: _Queue, order: Order, at: int, lane: Lane, limit: float, budget_s: float) -> None:
+    """Lane number `at`: group after group until none is left. What goes wrong with us stops every lane."""
+    opened = at in queue.opened
     try:
         while (group := queue.next()) is not None:
             answers, opened = _answered(group, order, lane, opened, limit, budget_s)
             queue.take(answers)
     except BaseException as error:
         queue.stop(error)
+    (queue.opened.add if opened else queue.opened.discard)(at)
 
 
 def _answered(

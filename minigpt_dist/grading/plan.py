@@ -6,7 +6,7 @@ worker, on ranks of its own, from its first question to its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,32 +71,50 @@ def plan(items: Iterable[Item]) -> list[Group]:
     return [Group(family, N, tuple(steps[family, N])) for family, N in order]
 
 
+def unanswered(groups: Iterable[Group], answered: Collection[Unit]) -> list[Group]:
+    """What is left of each group without the steps that have been answered; none of a group of which nothing is left."""
+    found = []
+    for group in groups:
+        N = group.world_size
+        steps = tuple(s for s in group.steps if any(Unit(c, N) not in answered for c in s.checks))
+        if steps:
+            found.append(Group(group.family, N, steps))
+    return found
+
+
 def answers(group: Group, subject: Subject) -> Iterator[Answer]:
-    """Ask a group's checks in order. An item of which a check got stuck, and what requires it, is asked nothing more at this size."""
+    """Ask a group's checks in order. An item of which a check got stuck, and what requires it, is asked nothing more at this size.
+
+    What requires an item that fails here is left open: whether it is asked at all depends on what that item earns elsewhere.
+    """
     stuck: dict[str, str] = {}
+    lost: set[str] = set()
     found: dict[Unit, Answer] = {}
+    spared: dict[Unit, str] = {}
     for step in group.steps:
-        for check in step.checks:
-            unit = Unit(check, group.world_size)
+        if lost.intersection(step.requires) and not stuck.keys() & {*step.requires}:
+            lost.add(step.item)
+            continue
+        for unit in (Unit(check, group.world_size) for check in step.checks):
             blame = next((stuck[i] for i in (step.item, *step.requires) if i in stuck), "")
-            if unit in found or blame:
-                _note_stuck(stuck, step, found.get(unit), blame)
-                continue
-            found[unit] = answer = ask(subject, unit)
-            _note_stuck(stuck, step, answer, "")
-            yield answer
-    for unit in group.units:
+            if blame:
+                spared[unit] = blame
+            elif unit not in found:
+                found[unit] = ask(subject, unit)
+                yield found[unit]
+            _note(stuck, lost, step, found.get(unit), blame)
+    for unit, blame in spared.items():
         if unit not in found:
-            yield Answer(
-                *unit, "timeout", f"not asked, because {next(iter(stuck.values()))} got stuck at this world size"
-            )
+            yield Answer(*unit, "timeout", f"not asked, because {blame} got stuck at this world size")
 
 
-def _note_stuck(stuck: dict[str, str], step: Step, answer: Answer | None, blame: str) -> None:
+def _note(stuck: dict[str, str], lost: set[str], step: Step, answer: Answer | None, blame: str) -> None:
     if blame:
         stuck.setdefault(step.item, blame)
     elif answer is not None and answer.outcome == "timeout":
         stuck.setdefault(step.item, answer.check)
+    if answer is None or answer.outcome not in ("passed", "not_judged"):
+        lost.add(step.item)
 
 
 def merged(groups: Sequence[Group]) -> list[Unit]:

@@ -49,7 +49,9 @@ class Terms:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return self.rubric.chosen(self.only)
+        """What is asked: of pieces that are asked by name, only those in `slots`."""
+        asked = set(self.slots)
+        return tuple(i for i in self.rubric.chosen(self.only) if not i.optional or i.slots & asked)
 
     @property
     def commitment(self) -> str:

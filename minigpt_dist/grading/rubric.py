@@ -16,7 +16,7 @@ from typing import Any
 from minigpt_dist.grading import values
 from minigpt_dist.grading.values import RubricError
 from minigpt_dist.verify.checks import CHECKS
-from minigpt_dist.verify.contract import SLOTS
+from minigpt_dist.verify.contract import OPTIONAL, SLOTS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,6 +25,7 @@ else:
 
 SCHEMA = "minigpt-dist-rubric/1"
 DEFAULT = Path(__file__).with_name("rubric.toml")
+REQUIRED = tuple(slot for slot in SLOTS if slot not in OPTIONAL)
 CONTRACT_CHECKS = tuple(f"contract.{slot}" for slot in SLOTS)  # answered by the list of pieces found, at world size 1
 VISIBILITIES = ("visible", "hidden", "after_due_date", "after_published")
 UNJUDGED = ("lost", "excused")
@@ -58,6 +59,11 @@ class Item:
         """Pieces of the contract that its checks are about."""
         contract = {c.partition(".")[2] for c in self.checks if c in CONTRACT_CHECKS}
         return frozenset(contract.union(*(CHECKS[c].slots for c in self.checks if c in CHECKS)))
+
+    @property
+    def optional(self) -> bool:
+        """Is it only about pieces that are asked by name?"""
+        return self.slots <= set(OPTIONAL)
 
     @property
     def is_contract(self) -> bool:
@@ -138,14 +144,14 @@ def parse(table: dict[str, Any], sha256: str = "") -> Rubric:
         total=values.points("total", table.get("total")),
         items=tuple(_item(row, rest) for row in rows),
         accepts=values.words("contract", contract, "accepts", SHAPES, SHAPES),
-        lesson=values.words("contract", contract, "lesson", tuple(SLOTS), tuple(SLOTS)),
+        lesson=values.words("contract", contract, "lesson", REQUIRED, REQUIRED),
         borrowed=values.choice("contract", contract, "borrowed", BORROWED),
         sha256=sha256,
     )
     _check_ids(rubric)
     _check_cover(rubric, values.words("rubric", table, "ignored", tuple(CHECKS), ()))
     _check_requires(rubric)
-    total = math.fsum(i.points for i in rubric.items)
+    total = math.fsum(i.points for i in rubric.items if not i.optional)
     if not math.isclose(total, rubric.total, abs_tol=1e-9):
         raise RubricError(f"total is {rubric.total:g}, but should be {total:g}, the sum of the items' points")
     return rubric
@@ -199,7 +205,7 @@ def _check_ids(rubric: Rubric) -> None:
 
 def _check_cover(rubric: Rubric, ignored: Collection[str]) -> None:
     asked = {c for i in rubric.items for c in i.checks}
-    left = [c for c in CHECKS if c not in asked and c not in ignored]
+    left = [c for c in CHECKS if c not in asked and c not in ignored and not set(CHECKS[c].slots) <= set(OPTIONAL)]
     if left:
         raise RubricError(f"check {left[0]!r} belongs to no item, but should belong to one, or stand in `ignored`")
 

@@ -9,6 +9,7 @@ unit, then {"done": NAME}. A new "open" ends the submission before it. End of in
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -49,8 +50,12 @@ class _Served:
 
     def end(self) -> None:
         grader, self._grader = self._grader, None
-        if grader is not None:
-            grader.close()
+        if grader is None:
+            return
+        grader.close()
+        del grader
+        gc.collect()  # evidence, and errors whose tracebacks lead back to it, are cycles, which would add up over a cohort
+        gc.freeze()  # what is left (modules, oracles that all submissions share) need not be looked at again
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ import itertools
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from minigpt_dist.launch import mirror
 from minigpt_dist.launch.mirror import Mirror
 
-__all__ = ["attach", "clear", "entries", "install"]
+__all__ = ["attach", "clear", "entries", "install", "seconds"]
 
 # op -> the parameter that holds what this rank brings, or where it receives and brings nothing; None: no tensors.
 _PAYLOAD: dict[str, str | None] = {
@@ -112,18 +113,33 @@ def entries() -> list[dict[str, Any]]:
     """Return what was recorded since the last `clear`, oldest first, as plain data.
 
     Keys: `op`; `group`, its global ranks; `dtype`, `numel` and `bytes` of the payload (None, 0, 0 without tensors),
-    which is what this rank brings, or receives where it only receives; `site`, the calling "file:line"; `peer`, the
-    rank named as source or destination, or None; `done`, whether the call has ended well (an asynchronous one: its
-    work has).
+    which is what this rank brings (of a batch: what it sends), or receives where it only receives; `site`, the calling
+    "file:line"; `peer`, the rank named as source or destination, or None; `done`, whether the call has ended well (an
+    asynchronous one: its work has).
     """
     for work in [work for work in _pending if work.is_completed()]:
         _pending.pop(work).end_one()
     return [dict(entry, group=list(entry["group"])) for entry in _entries]
 
 
+def seconds() -> float:
+    """How long this thread has been in recorded calls and in waits for them since the last `clear`."""
+    return float(getattr(_inside, "seconds", 0.0))
+
+
+@contextlib.contextmanager
+def _timed() -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _inside.seconds = seconds() + time.perf_counter() - began
+
+
 def clear() -> None:
-    """Forget all entries, here and in the attached file."""
+    """Forget all entries, here and in the attached file, and the time they took."""
     global _count
+    _inside.seconds = 0.0
     _entries.clear()
     _pending.clear()
     _count = itertools.count()
@@ -143,7 +159,8 @@ def _recorded(op: str, original: Callable[..., Any], payload: str | None) -> Cal
         index = _note(entry)
         _inside.call = True
         try:
-            result = original(*args, **kwargs)
+            with _timed():
+                result = original(*args, **kwargs)
         except BaseException:
             _mark(index, mirror.FAILED)
             raise
@@ -165,7 +182,8 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         if _mirror is not None:
             _mirror.wait(f"{call.entry['op']}'s wait", _site(), _detail(call.entry))
         try:
-            result = original(work, *args, **kwargs)
+            with _timed():
+                result = original(work, *args, **kwargs)
         finally:
             if _mirror is not None:
                 _mirror.waited()
@@ -179,7 +197,8 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _entry(op: str, given: dict[str, Any], payload: Any) -> dict[str, Any]:
     if op == "batch_isend_irecv" and payload:
-        given, payload = {"group": payload[0].group}, [p2p.tensor for p2p in payload]
+        sends = [p2p.tensor for p2p in payload if p2p.op.__name__ == "isend"]
+        given, payload = {"group": payload[0].group}, sends
     dtype, numel, size = None, 0, 0
     for tensor in _tensors(payload):
         dtype, count = tensor.dtype, tensor.numel()

@@ -12,7 +12,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but missing from __all__
 
 from minigpt_dist.launch import ledger
+from minigpt_dist.launch.arguments import unpack
 from minigpt_dist.launch.frames import Frame, FrameReader, send_frame
 from minigpt_dist.launch.reference import Reference, resolve
 from minigpt_dist.launch.wire import encode
@@ -119,7 +119,7 @@ def _work(sock: socket.socket, job: Frame, config: dict[str, Any]) -> None:
             _join(config)
         ledger.clear()
         body = resolve(Reference(*order["body"]))
-        kind, (header, blobs) = "result", encode(body(*pickle.loads(job.body)))
+        kind, (header, blobs) = "result", encode(body(*unpack(job.body)))
     except BaseException as error:  # also SystemExit: a rank that exits has not returned
         kind, (header, blobs) = "failure", encode(_failure(error))
     with contextlib.suppress(Exception):  # the body may have closed or replaced them

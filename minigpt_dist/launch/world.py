@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from minigpt_dist.launch.arguments import pack
 from minigpt_dist.launch.autopsy import Failure, deadline_error, first_failure
 from minigpt_dist.launch.client import Method, ServerHandle
 from minigpt_dist.launch.crew import START_S, Crew, Event
@@ -117,7 +117,7 @@ class World:
         rank ends, DeadlineExceeded where ranks do not answer in time, LaunchError where the world itself fails.
         """
         limit_s = self.deadline_s if deadline_s is None else _checked_deadline(deadline_s)
-        reference, packed = refer(body), _pickled(args)
+        reference, packed = refer(body), pack(args)
         if self._server is not None and self._server.jail is not None:
             reference = reference._replace(file=None)  # a sandbox has the module elsewhere
         self._jobs += 1
@@ -218,13 +218,6 @@ def _failure(rank: int, report: Any) -> Failure:
     if not all(isinstance(text, str) for text in (kind, message, trace)) or not isinstance(at, float):
         raise WireError("its report of a failure holds a wrong type")
     return Failure(rank, kind, message, trace, at)
-
-
-def _pickled(args: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps(args, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # pickle raises whatever the objects' own methods do
-        raise ValueError(f"args cannot be sent to the ranks: {type(error).__name__}: {error}") from error
 
 
 def _checked_deadline(deadline_s: float) -> float:

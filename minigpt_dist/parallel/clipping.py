@@ -1,6 +1,6 @@
 """Clipping: what became of a step's gradient whose norm was held against a bound.
 
-Owns the scale and its report. Leaves the norm, which takes all slices, to `zero.py`.
+Owns the scale and its report. Leaves the norm to `global_norm.py`.
 """
 
 from __future__ import annotations

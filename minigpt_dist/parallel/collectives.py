@@ -53,15 +53,25 @@ def _communication_device(group: Group) -> torch.device:
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Group = None) -> None:
-    """Overwrite `tensor` on every rank with rank `src`'s, in place."""
+    """Overwrite `tensor` on every rank with rank `src`'s, counted within `group`, in place."""
     if world(group)[0] > 1:
-        dist.broadcast(tensor, src=src, group=group)
+        dist.broadcast(tensor, src=src if group is None else dist.get_global_rank(group, src), group=group)
 
 
 def all_reduce_sum(tensor: Tensor, group: Group = None) -> Tensor:
-    """Sum `tensor` over ranks, in place, and return it. For small control values: the order of the sum is gloo's."""
+    """Sum `tensor` over ranks, in place, and return it: the same bits on all ranks. The order of the sum is the backend's.
+
+    For small control values, and for activations, whose sum over a tensor axis no layout of the same bits is compared with.
+    """
     if world(group)[0] > 1:
         dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_reduce_max(tensor: Tensor, group: Group = None) -> Tensor:
+    """The elementwise maximum of `tensor` over ranks, in place, and returned."""
+    if world(group)[0] > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
 

@@ -7,6 +7,7 @@ Leaves what is kept and exchanged between steps to `stages/`, forward, backward 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
@@ -15,8 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from minigpt_dist.parallel.clipping import Clipping
-from minigpt_dist.parallel.collectives import Group, all_reduce_sum, world
+from minigpt_dist.parallel.collectives import Group, world
 from minigpt_dist.parallel.ddp import require_same_on_all_ranks
+from minigpt_dist.parallel.global_norm import GlobalNorm
+from minigpt_dist.parallel.model_axis import ModelAxis
+from minigpt_dist.parallel.offload import Offload
+from minigpt_dist.parallel.precision import LossScaler
 from minigpt_dist.parallel.stages.reducer import Reducer
 from minigpt_dist.parallel.stages.shard import Shard
 from minigpt_dist.parallel.stages.stage1 import Stage1
@@ -46,8 +51,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             `clipping` says what became of the last step's.
         stage: of ZeRO, 1, 2 or 3. model: for stage 3, where the parameters are used, if `module` is not that.
         bucket_mb: for stages 2 and 3, MiB of gradients a message.
+        offload: where else than in the parameters' memory master copy and moments live; the same bits.
         reduction: "sum", or "exact": sums on a fixed grid that depend on no order (see `exact.py`). In exact mode gradients
             are summed over micro-batches and divided by their number over all ranks at the step, so do not divide the loss.
+        group: the ranks that train the same parameters on different data.
+        model_axis: the ranks of one replica, where the model itself is cut: norms and overflows are theirs together.
+        scaler: for float16, what the loss was multiplied by. If any rank's gradient is not finite, no rank's parameters change.
 
     Raises ValueError, on all ranks, before anything is exchanged: options out of range (as AdamW), wrong world size or rank,
     parameters that differ between ranks.
@@ -69,6 +78,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: int = 1,
         model: nn.Module | None = None,
         bucket_mb: float = 4.0,
+        offload: Offload | None = None,
+        model_axis: ModelAxis | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         if (world_size, rank) != world(group):
             raise ValueError(
@@ -88,8 +100,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.world_size, self.rank, self.group = world_size, rank, group
         self.stage, self._model = stage, model
         self._units: Units | None = None
+        self._offload = offload
         self._reducer = Reducer(int(bucket_mb * 2**20), group) if stage > 1 else None
         self.max_norm, self.exact = max_norm, reduction == "exact"
+        self.norm, self.scaler = GlobalNorm(group, model_axis), scaler
         self.micro_batches = 0
         self.last_grad_sq = 0.0
         self.clipping: Clipping | None = None  # of the last step, if there is a bound
@@ -121,7 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for kind in kinds:
             alike = [p for p in new if (p.dtype, p.device) == kind]
             self._placed.update(map(id, alike))
-            self.shards.append(STAGES[self.stage](alike, self.world_size, self.rank, self.exact))
+            self.shards.append(STAGES[self.stage](alike, self.world_size, self.rank, self.exact, self._offload))
             self._attach(self.shards[-1])
 
     def _attach(self, shard: Shard) -> None:
@@ -188,30 +202,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.fold()
         divisor = self.world_size * max(self.micro_batches, 1)
         grads = [shard.reduce(divisor, self.group) for shard in self.shards]
-        self._clip(grads)
-        group_of = {p: g for g in self.param_groups for p in g["params"]}
-        for shard, grad in zip(self.shards, grads, strict=True):
-            shard.update(grad, group_of)
+        if self._agreed_finite(grads):
+            self._update(grads)
+        for shard in self.shards:
             shard.gather(self.group)
         if self._reducer is not None:  # its gradients are used up
             self._reducer.reset()
             self.micro_batches = 0
         return loss
 
+    def _agreed_finite(self, grads: list[Tensor]) -> bool:
+        """Take the loss scale out of the mean gradient; is it finite on all ranks? Without a scaler, nobody asks.
+
+        An overflow on one rank is an inf or a NaN in the sum, whose owner sees it.
+        """
+        if self.scaler is None:
+            return True
+        finite = self.norm.sum(float(not self.scaler.unscale_(grads))) == 0
+        self.scaler.update(finite)
+        self.last_grad_sq = self.last_grad_sq if finite else math.nan
+        return finite
+
+    def _update(self, grads: list[Tensor]) -> None:
+        """AdamW on this rank's slices, after clipping."""
+        self._clip(grads)
+        group_of = {p: g for g in self.param_groups for p in g["params"]}
+        for shard, grad in zip(self.shards, grads, strict=True):
+            shard.update(grad, group_of)
+
     def _clip(self, grads: list[Tensor]) -> None:
         """Scale the mean gradient to `max_norm` by its norm over *all* slices, so that every rank scales alike."""
-        self.last_grad_sq = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in grads)
+        self.last_grad_sq = self.norm.own_sq(self.shards, grads)
         if self.max_norm is None:
             return
-        total = float(all_reduce_sum(torch.tensor(self.last_grad_sq, dtype=torch.float64), self.group).sqrt())
-        self.clipping = Clipping(total, self.max_norm)
+        self.clipping = Clipping(self.norm.sum(self.last_grad_sq) ** 0.5, self.max_norm)
         for grad in grads:
             grad.mul_(self.clipping.scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}; all copies, plain data and tensors."""
+        """This rank's part: {"shards": [slice state, ...], "groups": [options, ...]}, and "scaler" if there is one; all copies, plain
+        data and tensors."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        return {"shards": [shard.state_dict() for shard in self.shards], "groups": groups}
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"shards": [shard.state_dict() for shard in self.shards], "groups": groups, **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave on the same rank of the same layout. ValueError if it is of another.
@@ -224,8 +257,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"state has {len(shards)} shards and {len(groups)} groups, "
                 f"but should have {len(self.shards)} and {len(self.param_groups)}"
             )
+        if (self.scaler is None) != ("scaler" not in state_dict):
+            seen, wanted = ("no", "one") if self.scaler else ("one", "none")
+            raise ValueError(f"state has {seen} loss scaler, but should have {wanted}")
         for shard, state in zip(self.shards, shards, strict=True):
             shard.load_state_dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({k: tuple(v) if k == "betas" else v for k, v in saved.items()})
 

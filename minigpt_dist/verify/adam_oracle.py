@@ -66,7 +66,9 @@ def clip_scale(s: Scenario, gradients: list[Tensor | None]) -> float:
     return min(s.max_norm / (norm + 1e-6), 1.0)
 
 
-@functools.lru_cache(maxsize=256)  # asked again for every implementation; nobody writes into it
+@functools.lru_cache(
+    maxsize=1024
+)  # asked again for every implementation: the whole list of scenarios; nobody writes into it
 def trajectory(
     s: Scenario, world_size: int, reading: Reading = TORCH, dtype: torch.dtype = torch.float64
 ) -> list[list[Tensor]]:

@@ -73,7 +73,9 @@ def said(error: BaseException) -> str:
 def _live(action: Callable[[Tell], Any], out: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(CHILD_S)
-    torch.set_num_threads(1)  # a pool does not survive a fork: threads that ask for it together, before it is made anew, fail
+    torch.set_num_threads(
+        1
+    )  # a pool does not survive a fork: threads that ask for it together, before it is made anew, fail
     sys.dont_write_bytecode = True  # an import inside a save would write files that are none of the checkpoint's
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 1)

@@ -6,6 +6,8 @@ to `composition.py`.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -113,7 +115,7 @@ def gradients_body(
     blocks: list[tuple[Tensor, Tensor]],
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """For each block of inputs and targets, each (B, S): the model's loss at `parameters`, and the gradient of its 1/micro_batches."""
-    model, micro_batches = _model(spec, slots, config), config["micro_batches"]
+    model, micro_batches = _kept_model(spec, tuple(slots), json.dumps(config)), config["micro_batches"]
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, p in named.items():
@@ -132,6 +134,12 @@ def _model(spec: str, slots: list[str], config: dict[str, Any]) -> nn.Module:
     c, impl = TrainConfig.from_dict(config), resolve(spec, tuple(slots))
     torch.manual_seed(c.seed * 1009)  # after the import, which may set a seed of its own
     return build_model(impl, c.model).to(getattr(torch, c.dtype))
+
+
+@functools.lru_cache(maxsize=1)
+def _kept_model(spec: str, slots: tuple[str, ...], config: str) -> nn.Module:
+    """One model for all steps of an oracle, as in the run itself."""
+    return _model(spec, list(slots), json.loads(config))
 
 
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

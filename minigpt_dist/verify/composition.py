@@ -5,7 +5,8 @@ Owns the evidence and how it is gathered. Leaves what ranks run to `composed_pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus
 from minigpt_dist.trace import Record, Trace, digest, merge, tensor_bytes
 from minigpt_dist.verify.composed_probe import Files, altered_body, composed_body, gradients_body, initial_body
+from minigpt_dist.verify.contract import OURS
 from minigpt_dist.verify.subject import NotJudged, Subject
 
 OTHER_SEED = 500_009  # a resumed run starts from other random numbers
+LONG = 4  # ranks up to which a run of a secret seed has all 20 steps
 
 
 @dataclass
@@ -94,17 +97,33 @@ def _tokens(config: TrainConfig) -> Tensor:
     return make_corpus(config.seed, config.total_tokens, config.model.vocab)
 
 
+Asked = Callable[..., Any]  # a body and its arguments, put to one process; what it returned
+
+
 def oracle(subject: Subject, config: TrainConfig) -> dict[str, Any]:
     """What one process gets (once a configuration): torch's AdamW on the gradients of all blocks, added in rank order.
 
     Shares nothing with the pieces under judgement: data, mean and update are the judge's own, in the judge's own process. Only the
-    model is the implementation's; it is asked, at the parameters of each step, for the loss and the gradient of each block.
+    model is the implementation's; it is asked, at the parameters of each step, for the loss and the gradient of each block. Where
+    the model is ours, beside pieces that are not, no process of the implementation is asked, and all implementations share the answer.
     """
-    return subject.evidence(("oracle", str(config)), lambda: _oracle(subject, config))  # type: ignore[no-any-return]  # memo
+    if subject.lacks(("model",)) and not subject.ours:  # ours is held to the bits that one thread gives
+        return _own_oracle(config)
+
+    def ask(body: Callable[..., Any], *args: Any) -> Any:
+        return subject.ask(body, 1, *args)[0]
+
+    return subject.evidence(("oracle", str(config)), lambda: _oracle(ask, config))  # type: ignore[no-any-return]  # memo
 
 
-def _oracle(subject: Subject, c: TrainConfig) -> dict[str, Any]:
-    start = subject.ask(initial_body, 1, c.to_dict())[0]
+@functools.lru_cache(maxsize=16)
+def _own_oracle(config: TrainConfig) -> dict[str, Any]:
+    with torch.random.fork_rng(devices=[]):
+        return _oracle(lambda body, *args: body(OURS, [], *args), config)
+
+
+def _oracle(ask: Asked, c: TrainConfig) -> dict[str, Any]:
+    start = ask(initial_body, c.to_dict())
     named = {name: torch.nn.Parameter(t) for name, t in start["parameters"].items()}
     optimizer = torch.optim.AdamW(
         named.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, foreach=False
@@ -113,7 +132,7 @@ def _oracle(subject: Subject, c: TrainConfig) -> dict[str, Any]:
     for step in range(c.steps):
         blocks = [read_batch(tokens, c, step, r, m) for r in range(c.world_size) for m in range(c.micro_batches)]
         at = {name: p.detach() for name, p in named.items()}
-        answers = subject.ask(gradients_body, 1, c.to_dict(), at, blocks)[0]
+        answers = ask(gradients_body, c.to_dict(), at, blocks)
         losses.append([loss for loss, _ in answers])
         for name, p in named.items():
             p.grad = _mean([grads[name] for _, grads in answers], c)
@@ -136,3 +155,27 @@ def _mean(grads: list[Tensor], c: TrainConfig) -> Tensor:
 
 def _digests(named: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest(t) for name, t in named.items()}
+
+
+def default_config(world_size: int) -> TrainConfig:
+    """The run that the lesson's invariants are asked of."""
+    return TrainConfig(world_size=world_size)
+
+
+def asked_config(subject: Subject, world_size: int) -> TrainConfig:
+    """The same, with data, weights and a learning rate (0.9 to 1.1 of it) that come from the subject's seed, if it has one.
+
+    Under a seed a run of more than `LONG` ranks has half the steps: it costs as much as all smaller ones together, and what only
+    so many ranks show (an uneven cut, an order, a rank too many), they show at the first steps.
+    """
+    number, plain = subject.draw(f"composed at {world_size}"), default_config(world_size)
+    if not number:
+        return plain
+    if world_size > LONG:
+        plain = replace(plain, steps=plain.steps // 2, checkpoint_step=plain.checkpoint_step // 2)
+    return replace(plain, seed=number % 100_000, lr=plain.lr * (0.9 + 0.2 * (number % 1009) / 1008))
+
+
+def evidence_of(subject: Subject, world_size: int) -> Composed:
+    """The composed run that the checks share at this world size."""
+    return composed(subject, asked_config(subject, world_size))

@@ -32,7 +32,13 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("ZeroOptimizer",),
     "ddp": ("DistributedDataParallel",),
     "checkpoint": ("save_sharded", "load_sharded"),
+    "collectives": ("ring_all_reduce", "reduce_scatter", "all_gather", "tree_broadcast"),
+    "pipeline": ("pipeline_schedule",),
+    "guard": ("should_roll_back",),
 }
+# Pieces that a submission is judged for only where they are asked of it by name: its own helpers may be called so, with other arguments.
+OPTIONAL = ("collectives", "pipeline", "guard")
+OWN_PREFIXES = ("fault:", "variant:")  # what the judge plants, it plants under these names
 OURS = "minigpt_dist"
 
 
@@ -63,6 +69,10 @@ class Implementation:
             raise MissingPieceError(f"{self.spec} has no {name}")
         return self.names[name]
 
+    def offers(self, slot: str) -> bool:
+        """Is it to be judged for this piece? It may still lack a name of it."""
+        return slot in self.slots or not asked_by_name(slot, self.spec)
+
     @property
     def ours(self) -> bool:
         """Is this the package itself, or one of its variants, with the options of our own classes?"""
@@ -84,7 +94,8 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     found = Implementation(spec, {}, {}, dict(getattr(module, "EXTRAS", {})))
     found.extras.setdefault("ours", spec == OURS)
     torch_shape = {"optimizer": find_sharded_optimizer(module), "ddp": find_data_parallel(module)}
-    lesson = [n for slot in SLOTS if slot != "ddp" for n in SLOTS[slot] if callable(getattr(module, n, None))]
+    looked_for = [slot for slot in SLOTS if slot in slots or not asked_by_name(slot, spec)]
+    lesson = [n for slot in looked_for if slot != "ddp" for n in SLOTS[slot] if callable(getattr(module, n, None))]
     if not lesson or (lesson == ["ZeroOptimizer"] and torch_shape["optimizer"] is not None):
         found.shape = "torch"
         slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
@@ -94,9 +105,9 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
             )
         found.extras["finish"] = finish_function(module)
     own = importlib.import_module(OURS)
-    for slot, names in SLOTS.items():
+    for slot in looked_for:
         theirs = not slots or slot in slots
-        for name in names:
+        for name in SLOTS[slot]:
             value = getattr(module, name, None) if theirs else _own_piece(own, name)
             if theirs and value is None and slot in torch_shape:
                 value = torch_shape[slot]
@@ -107,6 +118,17 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     for name in found.extras.get("stood_in", ()):
         found.origins[f"import {name}"] = "not installed here: a stand-in that does nothing"
     return found
+
+
+def asked_by_name(slot: str, spec: str) -> bool:
+    """Is this piece of this implementation, which is neither the package nor one of the judge's plants, judged only on request?"""
+    return slot in OPTIONAL and spec != OURS and not spec.startswith(OWN_PREFIXES)
+
+
+def absence(name: str, spec: str) -> str:
+    """What to say of a name that was not found."""
+    slot = next(slot for slot, names in SLOTS.items() if name in names)
+    return f"not asked; --slots {slot} does" if asked_by_name(slot, spec) else "missing"
 
 
 def _own_piece(own: ModuleType, name: str) -> Any:
@@ -152,8 +174,20 @@ def load_module(spec: str) -> ModuleType:
     return importlib.import_module(spec)
 
 
+_keywords: dict[int, tuple[Callable[..., Any], tuple[frozenset[str], bool]]] = {}
+
+
 def keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """(names that `function` takes, whether it also takes any other). A class that passes **kwargs on is read up its bases."""
+    """(names that `function` takes, whether it also takes any other). A class that passes **kwargs on is read up its bases.
+
+    Asked for thousands of times, so remembered: by identity, since what is foreign may not hash.
+    """
+    if id(function) not in _keywords:
+        _keywords[id(function)] = function, _read_keywords(function)
+    return _keywords[id(function)][1]
+
+
+def _read_keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     names: set[str] = set()
     layers = (
         [c.__dict__["__init__"] for c in inspect.getmro(function) if "__init__" in c.__dict__]

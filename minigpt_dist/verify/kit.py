@@ -20,6 +20,9 @@ BODIES = (
     "verify.ddp_probe",
     "verify.linear_probe",
     "verify.checkpoint_probe",
+    "verify.collectives_probe",
+    "verify.schedule_probe",
+    "verify.guard_probe",
     "verify.composed_probe",
     "verify.inspection",
 )

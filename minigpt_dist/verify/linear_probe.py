@@ -16,6 +16,7 @@ from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.gradients import initial_value, rank_gradient
+from minigpt_dist.verify.hidden_memory import hidden_bytes, hidden_objects
 from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, scale_decay, set_lr
 from minigpt_dist.verify.plug import average_gradients
 from minigpt_dist.verify.scenario import Scenario
@@ -64,6 +65,7 @@ class _Run:
         self.N, self.rank = world()
         self.model = LinearModel(s, s.seed)
         self.known = baseline() if s.census else []  # looking at every object costs more than all else here
+        self.hidden = hidden_objects() if s.census else []
         self.optimizer = self._build(self.model)
         self.other = self._second() if s.twice else None
         self.evaluations = 0
@@ -104,7 +106,7 @@ class _Run:
                 self.optimizer = self._build(model)
                 for _ in range(s.loads):
                     self.optimizer.load_state_dict(state)
-        held = census(model, self.known) if s.census else {}
+        held = self._held([b for snapshot in values for b in snapshot]) if s.census else {}
         return {
             "values": values,
             "dtypes": [str(p.dtype).removeprefix("torch.") for p in model.params],
@@ -113,6 +115,12 @@ class _Run:
             "averages_outside": self.impl.averages_outside,
             "evaluations": self.evaluations,
         }
+
+    def _held(self, own: list[bytes]) -> dict[str, int]:
+        """Bytes by kind; what the optimizer keeps in no tensor is its own too. `own` is what this run keeps."""
+        counts = census(self.model, self.known)
+        counts["optimizer"] += hidden_bytes([*self.hidden, *own], self.model)
+        return counts
 
     def _step(self, model: LinearModel, optimizer: Any, step: int) -> float | None:
         if step not in self.s.keep_grads_before:

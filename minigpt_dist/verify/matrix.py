@@ -28,8 +28,11 @@ FAMILIES = (
     "optimizer",
     "ddp",
     "checkpoint",
+    "collectives",
+    "pipeline",
+    "guard",
 )  # cheap and telling first; composed runs last
-Extent = Literal["quick", "pieces", "all"]
+Extent = Literal["quick", "promised", "pieces", "all"]
 PROVED_ELSEWHERE = {
     "tokens_once": "which tokens a rank reads is the loop's own doing: mutants of batches.py break it",
     "resume_bytes.altered": "only what ends in the right bytes without its checkpoint breaks it alone: an attack that trains again",
@@ -113,11 +116,13 @@ def replaced(names: Iterable[str]) -> set[str]:
 def questions(fault: Fault, world_size: int, extent: Extent) -> list[Check]:
     """The checks to put to a fault, cheap and telling ones first.
 
-    quick: the check that ought to catch it. pieces: also those promised green, and all that probe its pieces alone. all: also runs of
-    the whole composition, which take longer than all probes together.
+    quick: the check that ought to catch it. promised: also those promised green, which is all that its entry says. pieces: also all
+    that probe its pieces alone. all: also runs of the whole composition, which take longer than all probes together.
     """
     if extent == "quick":
         return [CHECKS[fault.check]]
+    if extent == "promised":
+        return sorted(map(CHECKS.__getitem__, (fault.check, *fault.green)), key=_cost)
     slots = replaced(fault.names())
     about = [c for c in CHECKS.values() if slots & set(c.slots) and world_size in c.world_sizes]
     asked = [c for c in about if extent == "all" or len(c.slots) == 1]

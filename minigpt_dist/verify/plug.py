@@ -121,16 +121,22 @@ def finish(impl: Implementation, wrapper: Any) -> None:
 
 
 def average_gradients(params: Iterable[nn.Parameter]) -> None:
-    """What a data-parallel wrapper does before an optimizer of torch's shape steps: the mean over ranks, zeros where a rank has none."""
+    """What a data-parallel wrapper does before an optimizer of torch's shape steps: the mean over ranks, zeros where a rank has none.
+
+    One exchange says who has a gradient, and one for each dtype carries them all.
+    """
     N, _ = world()
-    for p in params:
-        if not p.requires_grad or N == 1:
-            continue
-        if float(all_reduce_sum(torch.tensor(float(p.grad is not None)))) == 0:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        p.grad = all_reduce_sum(p.grad.contiguous()).div_(N)
+    trained = [p for p in params if p.requires_grad]
+    if N == 1 or not trained:
+        return
+    users = all_reduce_sum(torch.tensor([float(p.grad is not None) for p in trained])).tolist()
+    due = [p for p, ranks in zip(trained, users, strict=True) if ranks]
+    for dtype in dict.fromkeys(p.dtype for p in due):
+        same = [p for p in due if p.dtype == dtype]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same])
+        parts = all_reduce_sum(flat).div_(N).split([p.numel() for p in same])
+        for p, mean in zip(same, parts, strict=True):
+            p.grad = mean.view(p.shape).clone()
 
 
 def _save(impl: Implementation, state: dict[str, Any], folder: Path, step: int, config: TrainConfig) -> None:

@@ -22,6 +22,8 @@ STAGES = (
     "memory",
     "save",
     "load",
+    "schedule",
+    "guard",
 )
 
 
@@ -48,11 +50,15 @@ class Violation:
         parts = [f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None]
         return " ".join(parts)
 
-    def render(self, check: str, impl: str, world_size: int) -> str:
-        """The message a person reads: invariant, place, observed, expected, tensor, hint, and a line that replays it."""
+    def render(self, check: str, impl: str, world_size: int, slots: tuple[str, ...] = (), tp: int = 1) -> str:
+        """The message a person reads: invariant, place, observed, expected, tensor, hint, and a line that replays it.
+
+        slots: pieces that must be asked for by name. tp: of the ranks, those that share a replica.
+        """
+        layout = f"dp={world_size // tp}" + (f", tp={tp}" if tp > 1 else "")
         where = f" {self.place()}" if self.place() else ""
         lines = [
-            f"{check} [{impl}, dp={world_size}, world size {world_size}]{where}: "
+            f"{check} [{impl}, {layout}, world size {world_size}]{where}: "
             f"{self.what} is {self.observed}, but should be {self.expected}",
             f"stage: {self.stage}",
         ]
@@ -61,5 +67,6 @@ class Violation:
             lines.append(f"first differing tensor: {self.tensor}{element}")
         if self.hint:
             lines.append(f"hint: {self.hint}")
-        lines.append(f"replay: minigpt-dist verify --impl {impl} --world-sizes {world_size} --only {check}")
+        named = f" --slots {','.join(slots)}" if slots else ""
+        lines.append(f"replay: minigpt-dist verify --impl {impl}{named} --world-sizes {world_size} --only {check}")
         return "\n".join(lines)

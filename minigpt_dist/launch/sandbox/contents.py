@@ -26,6 +26,7 @@ ENTRIES = ("adapters.py", "__init__.py", "solution.py", "submission.py", "main.p
 FILES = ("/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/localtime", "/etc/nsswitch.conf")
 TMP_BYTES = 512 << 20  # of /tmp, and of /dev/shm
 _SERVER = (
+    "arguments",
     "channel",
     "errors",
     "frames",

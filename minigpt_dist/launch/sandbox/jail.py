@@ -37,6 +37,7 @@ from minigpt_dist.launch.sandbox.contents import (
     system_paths,
 )
 from minigpt_dist.launch.sandbox.isolation import Isolation
+from minigpt_dist.launch.sandbox.leftovers import owned_folder, sweep
 from minigpt_dist.launch.sandbox.nursery import stem_for
 
 __all__ = ["Jail"]
@@ -58,7 +59,8 @@ class Jail:
 
     def __init__(self, isolation: Isolation, contents: Contents, limits: Limits | None = None) -> None:
         self.isolation, self.contents, self.limits = isolation, contents, limits or Limits()
-        self.folder = Path(tempfile.mkdtemp(prefix="minigpt-dist-jail-"))
+        sweep()
+        self.folder, self._owner = owned_folder()
         self._alive, self._held = os.pipe()  # reads end-of-file once every process inside has ended
         self._kill: Callable[[], None] | None = None
         try:
@@ -203,14 +205,15 @@ class Jail:
             if not self._gone(_DEAD_S):
                 raise LaunchError(f"processes of a sandbox have not ended {_DEAD_S:g} s after they were killed")
             self._kill()  # reaps
-        for fd in (self._alive, self._held):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for fd in (self._alive, self._held, self._owner):
             if fd >= 0:
                 os.close(fd)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def disown(self) -> None:
         """In a forked child: the sandbox is the parent's to end."""
         os.close(self._alive)
+        os.close(self._owner)
         self.folder = Path(os.devnull, "none")
 
     def _sweep(self) -> None:

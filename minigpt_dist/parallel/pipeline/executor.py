@@ -34,7 +34,8 @@ class Pipeline:
             costs a message of its size a micro-batch; one message a step would do for a sum with other bits.
 
     Raises ValueError for stages or ranks that are not the schedule's, and for a schedule that would wait for ever.
-    After each `step`, `spans` holds when each action ran (seconds of the machine's clock), and `peak_live` how many activations were held.
+    After each `step`, `spans` holds when each action ran (seconds of the machine's clock), `cpu_seconds` how long each kept a core busy,
+    and `peak_live` how many activations were held.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Pipeline:
         self._last, self._micros = stages_of(schedule) - 1, micros_of(schedule)
         self._shared = shared if self._last else None  # within one stage autograd adds the two gradients itself
         self.spans: list[Span] = []
+        self.cpu_seconds: list[float] = []
         self.peak_live = 0
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[float]:
@@ -72,10 +74,10 @@ class Pipeline:
         mail = Mail(self._schedule, self._peers, self._shape, self._dtype, self._shared)
         live: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         losses: list[float] = []
-        self.spans, self.peak_live = [], 0
+        self.spans, self.cpu_seconds, self.peak_live = [], [], 0
         for action in self._schedule[self._peers.rank]:
             arrived = mail.receive(action)
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.thread_time()
             if action.kind == "F":
                 x = arrived if action.stage else inputs[action.micro]
                 outgoing = self._forward(action, x, targets, losses)
@@ -86,6 +88,7 @@ class Pipeline:
                 self._backward(action, out, arrived, mail)
                 outgoing = x.grad if x.grad is not None else x
             self.spans.append(Span(action, began, time.perf_counter()))
+            self.cpu_seconds.append(time.thread_time() - busy)
             mail.send(mail.wanted_by(action), outgoing.detach())
         self._share_the_sum(mail)
         mail.close()

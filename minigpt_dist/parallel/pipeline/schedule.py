@@ -68,6 +68,15 @@ def interleaved(ranks: int, micros: int, chunks: int) -> Schedule:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 
 
+def pipeline_schedule(kind: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
+    """The schedule called `kind`, of SCHEDULES; `chunks` stages a rank are for the interleaved one. ValueError for anything else."""
+    if kind not in SCHEDULES:
+        raise ValueError(f"kind is {kind!r}, but should be one of {', '.join(SCHEDULES)}")
+    if kind != "interleaved" and chunks != 1:
+        raise ValueError(f"chunks is {chunks!r}, but should be 1 for {kind}")
+    return SCHEDULES[kind](ranks, micros, chunks) if kind == "interleaved" else SCHEDULES[kind](ranks, micros)
+
+
 def stages_of(schedule: Schedule) -> int:
     """The number of stages."""
     return 1 + max(action.stage for actions in schedule for action in actions)

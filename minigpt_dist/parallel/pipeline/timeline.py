@@ -64,11 +64,16 @@ def simulate(schedule: Schedule, cost: Cost = unit_cost) -> list[list[Span]]:
     return spans
 
 
+def busy(spans: Sequence[Span]) -> float:
+    """The time in which one rank runs something."""
+    return sum(span.end - span.start for span in spans)
+
+
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
     """The share of all ranks' time, from the first start to the last end, in which they do nothing."""
     everything = [span for rank in spans for span in rank]
     whole = (max(s.end for s in everything) - min(s.start for s in everything)) * len(spans)
-    return 1.0 - sum(s.end - s.start for s in everything) / whole
+    return 1.0 - busy(everything) / whole
 
 
 def ideal_bubble(ranks: int, micros: int, chunks: int = 1) -> float:

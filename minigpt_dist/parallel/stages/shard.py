@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minigpt_dist.parallel.adam import adamw_
 from minigpt_dist.parallel.collectives import Group
 from minigpt_dist.parallel.flat import FlatLayout
+from minigpt_dist.parallel.offload import Offload, OffloadedState, ResidentState
 
 STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -26,14 +26,14 @@ class Shard(ABC):
 
     Args:
         flat: where parameters lie in the vector. master: this rank's slice of it, which the shard may keep.
+        offload: where else than in the parameters' memory the state is to live.
     """
 
-    def __init__(self, flat: FlatLayout, rank: int, master: Tensor) -> None:
+    def __init__(self, flat: FlatLayout, rank: int, master: Tensor, offload: Offload | None = None) -> None:
         self.flat = flat
         self.lo, self.hi = flat.bounds[rank], flat.bounds[rank + 1]
-        self.master = master
-        self.exp_avg = torch.zeros_like(master)
-        self.exp_avg_sq = torch.zeros_like(master)
+        self.state = ResidentState(master) if offload is None else OffloadedState(master, offload)
+        self.master, self.exp_avg, self.exp_avg_sq = self.state.master, self.state.exp_avg, self.state.exp_avg_sq
         self.steps = [0] * len(flat.params)
         self.owned = list(flat.pieces(self.lo, self.hi))
         self._skipped = [False] * len(self.owned)
@@ -87,25 +87,29 @@ class Shard(ABC):
             else:
                 runs.append((start, stop, self.steps[i], options))
         for start, stop, step, options in runs:
-            master, exp_avg, exp_avg_sq, g = (t[start:stop] for t in (self.master, self.exp_avg, self.exp_avg_sq, grad))
-            adamw_(
-                master, exp_avg, exp_avg_sq, g, step, **{k: options[k] for k in ("lr", "betas", "eps", "weight_decay")}
-            )
+            used = {name: options[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            self.state.adamw_(start, stop, grad[start:stop], step, **used)
 
     def adopt(self, current: Tensor, start: int = 0) -> None:
         """Take elements of the parameters, from slice element `start` on, into the master where they are not what it was cast to.
 
         That is what weights look like that were loaded into the model.
         """
-        master = self.master[start : start + current.numel()]
-        expected = master.to(current.dtype)
-        if not torch.equal(current, expected):
-            master.copy_(torch.where(current == expected, master, current.to(master.dtype)))
+        for lo, hi in self.state.pieces(start, start + current.numel()):
+            master, now = self.master[lo:hi].to(current.device), current[lo - start : hi - start]
+            expected = master.to(now.dtype)
+            if not torch.equal(now, expected):
+                self.master[lo:hi].copy_(torch.where(now == expected, master, now.to(master.dtype)))
+
+    def cast_into(self, target: Tensor, start: int = 0) -> None:
+        """Write the master's elements from slice element `start` on into `target`, in its dtype."""
+        for lo, hi in self.state.pieces(start, start + target.numel()):
+            target[lo - start : hi - start].copy_(self.master[lo:hi])
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the slice without its padding; `offset`, `numel` and `total` say which elements of how many."""
         numel = max(min(self.hi, self.flat.total) - self.lo, 0)
-        tensors = {name: getattr(self, name)[:numel].clone() for name in STATE_NAMES}
+        tensors = {name: self.state.copy(name, numel) for name in STATE_NAMES}
         return {
             "offset": min(self.lo, self.flat.total),
             "numel": numel,
@@ -127,8 +131,9 @@ class Shard(ABC):
             raise ValueError(
                 f"steps of the optimizer's shard has {len(state['steps'])} entries, but should have {len(self.steps)}"
             )
-        for name in STATE_NAMES:
-            getattr(self, name)[: own["numel"]].copy_(state[name])
+        for lo, hi in self.state.pieces(0, own["numel"]):
+            for name in STATE_NAMES:
+                getattr(self, name)[lo:hi].copy_(state[name][lo:hi])
         mine = {i for i, _, _ in self.owned}  # a state cut anew for this rank brings everyone's counts
         self.steps = [int(s) if i in mine else 0 for i, s in enumerate(state["steps"])]
 

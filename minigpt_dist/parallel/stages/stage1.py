@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from minigpt_dist.parallel.collectives import Group, all_gather_slices, reduce_scatter_sum
 from minigpt_dist.parallel.exact import snap
 from minigpt_dist.parallel.flat import FlatBuffer
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.stages.shard import Shard, master_dtype
 
 
@@ -21,10 +22,12 @@ class Stage1(Shard):
 
     flat: FlatBuffer
 
-    def __init__(self, params: Sequence[nn.Parameter], world_size: int, rank: int, exact: bool) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], world_size: int, rank: int, exact: bool, offload: Offload | None = None
+    ) -> None:
         flat = FlatBuffer(params, world_size)
         mine = flat.data[flat.bounds[rank] : flat.bounds[rank + 1]]
-        super().__init__(flat, rank, mine.to(master_dtype(mine.dtype), copy=True))
+        super().__init__(flat, rank, mine.to(master_dtype(mine.dtype), copy=True), offload)
         self.accumulator = torch.zeros(self.flat.padded, dtype=torch.float64) if exact else None
         self.folded = [False] * len(params)
 
@@ -64,7 +67,7 @@ class Stage1(Shard):
 
     def gather(self, group: Group) -> None:
         """Cast the updated slice into the parameters and collect everyone's."""
-        self.flat.data[self.lo : self.hi].copy_(self.master)
+        self.cast_into(self.flat.data[self.lo : self.hi])
         all_gather_slices(self.flat.data, self.flat.bounds, group)
 
     def zero_grad(self) -> None:

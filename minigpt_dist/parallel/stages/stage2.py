@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from minigpt_dist.parallel.collectives import Group, all_gather_slices
 from minigpt_dist.parallel.flat import FlatLayout, FlatParameters
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.stages.shard import Shard, master_dtype
 
 
@@ -21,8 +22,10 @@ class ShardedGradients(Shard):
     Gradients are summed in the master's dtype, or in float64 in exact mode: a slice of that, from the first exchange to the step.
     """
 
-    def __init__(self, flat: FlatLayout, rank: int, master: Tensor, exact: bool) -> None:
-        super().__init__(flat, rank, master)
+    def __init__(
+        self, flat: FlatLayout, rank: int, master: Tensor, exact: bool, offload: Offload | None = None
+    ) -> None:
+        super().__init__(flat, rank, master, offload)
         self.exact, self.sum_dtype = exact, torch.float64 if exact else master.dtype
         self._used, self._open = [False] * len(flat.params), False
         self._sum: Tensor | None = None
@@ -63,10 +66,12 @@ class Stage2(ShardedGradients):
 
     flat: FlatParameters
 
-    def __init__(self, params: Sequence[nn.Parameter], world_size: int, rank: int, exact: bool) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], world_size: int, rank: int, exact: bool, offload: Offload | None = None
+    ) -> None:
         flat = FlatParameters(params, world_size)
         mine = flat.data[flat.bounds[rank] : flat.bounds[rank + 1]]
-        super().__init__(flat, rank, mine.to(master_dtype(mine.dtype), copy=True), exact)
+        super().__init__(flat, rank, mine.to(master_dtype(mine.dtype), copy=True), exact, offload)
 
     def prepare(self) -> None:
         self.flat.check_views()
@@ -74,5 +79,5 @@ class Stage2(ShardedGradients):
 
     def gather(self, group: Group) -> None:
         """Cast the updated slice into the parameters and collect everyone's."""
-        self.flat.data[self.lo : self.hi].copy_(self.master)
+        self.cast_into(self.flat.data[self.lo : self.hi])
         all_gather_slices(self.flat.data, self.flat.bounds, group)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minigpt_dist.parallel.collectives import Group, all_gather_start
 from minigpt_dist.parallel.flat import FlatLayout, require_in_place
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.stages.shard import master_dtype
 from minigpt_dist.parallel.stages.stage2 import ShardedGradients
 
@@ -22,14 +23,16 @@ from minigpt_dist.parallel.stages.stage2 import ShardedGradients
 class Stage3(ShardedGradients):
     """A parameter has memory while it is gathered; at other times all its elements are one NaN, so that a use by mistake is seen."""
 
-    def __init__(self, params: Sequence[nn.Parameter], world_size: int, rank: int, exact: bool) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], world_size: int, rank: int, exact: bool, offload: Offload | None = None
+    ) -> None:
         flat = FlatLayout(params, world_size)
         lo, hi = flat.bounds[rank], flat.bounds[rank + 1]
         master = torch.zeros(hi - lo, dtype=master_dtype(flat.dtype), device=flat.device)
         for i, start, stop in flat.pieces(lo, hi):
             first = lo + start - flat.offsets[i]
             master[start:stop] = params[i].detach().reshape(-1)[first : first + stop - start]
-        super().__init__(flat, rank, master, exact)
+        super().__init__(flat, rank, master, exact, offload)
         self.nothing = torch.full((), torch.nan, dtype=flat.dtype, device=flat.device)
         self.segments: list[Segment] = []
 
@@ -78,8 +81,7 @@ class Segment:
         if self.whole or self._coming is not None:
             return
         self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
-        mine, master = self._own()
-        mine.copy_(master)
+        self.shard.cast_into(*self._own())
         self._coming = all_gather_start(self._full, self.cuts, group)
 
     def finish(self) -> None:
@@ -99,21 +101,18 @@ class Segment:
 
     def adopt(self) -> None:
         """Take what was written into whole parameters into the shard."""
-        start = max(self.lo, self.shard.lo) - self.shard.lo
-        self.shard.adopt(self._own()[0], start)
+        self.shard.adopt(*self._own())
 
     def check(self) -> None:
         """Raise ValueError if a parameter's memory was replaced."""
         for i, p, view, freed in zip(self.indices, self.params, self._views, self._freed, strict=True):
             require_in_place(i, p, view if self.whole else freed)
 
-    def _own(self) -> tuple[Tensor, Tensor]:
-        """This rank's part of the vector, and of the master copy."""
-        shard = self.shard
-        lo, hi = max(self.lo, shard.lo), min(self.hi, shard.hi)
-        if lo >= hi:
-            return self._full[:0], shard.master[:0]
-        return self._full[lo - self.lo : hi - self.lo], shard.master[lo - shard.lo : hi - shard.lo]
+    def _own(self) -> tuple[Tensor, int]:
+        """This rank's part of the vector, and where it begins in the shard."""
+        lo, hi = max(self.lo, self.shard.lo), min(self.hi, self.shard.hi)
+        part = slice(lo - self.lo, hi - self.lo) if lo < hi else slice(0)
+        return self._full[part], lo - self.shard.lo
 
     def _let_go(self) -> None:
         self.whole = False

@@ -6,13 +6,16 @@ from minigpt_dist.verify.checks import (
     checkpoint_crash,
     checkpoint_large,
     checkpoint_refusals,
+    collectives,
     composition,
     corpus,
     ddp,
+    guard,
     model,
     not_a_number,
     optimizer,
     resume,
+    schedule,
 )
 from minigpt_dist.verify.checks.registry import CHECKS, WORLD_SIZES, Check, Verdict, judge, put
 
@@ -26,13 +29,16 @@ __all__ = [
     "checkpoint_crash",
     "checkpoint_large",
     "checkpoint_refusals",
+    "collectives",
     "composition",
     "corpus",
     "ddp",
+    "guard",
     "judge",
     "model",
     "not_a_number",
     "optimizer",
     "put",
     "resume",
+    "schedule",
 ]

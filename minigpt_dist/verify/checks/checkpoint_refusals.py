@@ -96,7 +96,7 @@ def refuses_before_loading(subject: Subject, world_size: int) -> list[Violation]
 
 
 def runs_no_pickle(subject: Subject, world_size: int) -> list[Violation]:
-    """No file can run code by being loaded, even with a fitting checksum. Not judged where the shards are pickles."""
+    """No file can run code by being loaded, even with a fitting checksum. Not judged where all shards are pickles, as in the lesson."""
     rows = asked(subject, "payload", world_size, True)
     ran = [row for row in rows if row["ran"]]
     if not ran:
@@ -136,4 +136,4 @@ check(
     _damage("no_checksum", "a checksum that is null, empty or absent must be refused, not skipped"),
 )
 check("refuses_before_loading", "nothing is unpickled before its checksum is compared", refuses_before_loading)
-check("runs_no_pickle", "loading a file runs no code", runs_no_pickle)
+check("runs_no_pickle", "loading runs no code, unless the shards are pickles by design", runs_no_pickle)

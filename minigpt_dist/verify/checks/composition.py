@@ -1,22 +1,19 @@
-"""The lesson's first three invariants, and what stands beside them, over the composed run."""
+"""The lesson's invariants of losses, norms and bytes, and what stands beside them, over the composed run.
+
+Leaves what is about memory to `composed_memory.py`, and the fourth, about a resumed run, to `resume.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from minigpt_dist.config import TrainConfig
-from minigpt_dist.memory import zero1_bytes
 from minigpt_dist.trace import Record, Trace
-from minigpt_dist.verify.checks.optimizer import allowed
+from minigpt_dist.verify.checks.composed_memory import live_bytes_flat, optimizer_bytes
 from minigpt_dist.verify.checks.registry import Check, register
-from minigpt_dist.verify.composition import Composed, composed, oracle
-from minigpt_dist.verify.extra_bytes import hint_of
-from minigpt_dist.verify.peers.traits import Traits
-from minigpt_dist.verify.peers.traits import optimizer_bytes as state_bytes
+from minigpt_dist.verify.composition import Composed, asked_config, evidence_of, oracle
 from minigpt_dist.verify.subject import Subject
 from minigpt_dist.verify.violation import Violation
 
@@ -30,26 +27,9 @@ LOSS_REL = 5e-6
 FINAL_REL = 3e-4
 
 
-def default_config(world_size: int) -> TrainConfig:
-    """The run that the lesson's invariants are asked of."""
-    return TrainConfig(world_size=world_size)
-
-
-def asked_config(subject: Subject, world_size: int) -> TrainConfig:
-    """The same, with data, weights and a learning rate (0.9 to 1.1 of it) that come from the subject's seed, if it has one."""
-    number, plain = subject.draw(f"composed at {world_size}"), default_config(world_size)
-    if not number:
-        return plain
-    return replace(plain, seed=number % 100_000, lr=plain.lr * (0.9 + 0.2 * (number % 1009) / 1008))
-
-
-def _evidence(subject: Subject, world_size: int) -> Composed:
-    return composed(subject, asked_config(subject, world_size))
-
-
 def loss_falls(subject: Subject, world_size: int) -> list[Violation]:
     """(a) The mean loss falls at every one of the 20 steps."""
-    return falling(_evidence(subject, world_size).whole)
+    return falling(evidence_of(subject, world_size).whole)
 
 
 def falling(trace: Trace) -> list[Violation]:
@@ -73,7 +53,7 @@ def falling(trace: Trace) -> list[Violation]:
 
 def norms_agree(subject: Subject, world_size: int) -> list[Violation]:
     """(b) Every rank holds the same parameter norm at every step, exactly, and the same bytes."""
-    return replicas_agree(_evidence(subject, world_size).whole)
+    return replicas_agree(evidence_of(subject, world_size).whole)
 
 
 def replicas_agree(trace: Trace) -> list[Violation]:
@@ -117,75 +97,9 @@ def _norm_hint(first: Record, other: Record) -> str:
     return f"parameter norm {other.param_norm:.9g}, on rank 0 {first.param_norm:.9g}"
 
 
-def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
-    """(c) Optimizer memory is 12P/N bytes on every rank at every step: exactly ours; others may pad, or own whole parameters (8P/N)."""
-    evidence = _evidence(subject, world_size)
-    if subject.traits is not None:
-        return peer_bytes(subject.traits, evidence)
-    P = sum(len(raw) // 4 for raw in evidence.finals[0].values())
-    share = zero1_bytes(P, world_size)
-    most = share if subject.ours else allowed(share)
-    if (
-        evidence.averages_outside
-    ):  # whole parameters have owners: together one copy; how even that is, optimizer.balanced asks
-        most = allowed(8 * P)
-    for record in evidence.whole.counted():
-        held = record.bytes["optimizer"]
-        if held > most or (subject.ours and record.step and held != share):
-            together = [r.bytes["optimizer"] for r in evidence.whole.at(record.step)]
-            later = max(r.bytes["optimizer"] for r in evidence.whole.counted()) if record.step else 0
-            hint = hint_of(together, P, share, later)
-            return [
-                Violation(
-                    "optimizer memory",
-                    f"{held} bytes",
-                    f"{share} bytes (12P/N with P = {P}, N = {world_size})",
-                    "memory",
-                    step=record.step,
-                    rank=record.rank,
-                    hint=hint,
-                )
-            ]
-    total = sum(r.bytes["optimizer"] for r in evidence.whole.at(evidence.whole.steps[-1]))
-    if evidence.averages_outside and total > world_size * allowed(8 * P // world_size):
-        return [
-            Violation(
-                "optimizer memory over all ranks",
-                f"{total} bytes",
-                f"{8 * P} (two float32 moments, once)",
-                "memory",
-                hint="it is not sharded",
-            )
-        ]
-    if total < 8 * P:
-        return [
-            Violation(
-                "optimizer memory over all ranks", f"{total} bytes", f"at least {8 * P} (two float32 moments)", "memory"
-            )
-        ]
-    return []
-
-
-def peer_bytes(traits: Traits, evidence: Composed) -> list[Violation]:
-    """A peer holds, on every rank from the first update on, exactly the bytes that follow from its own rule."""
-    wanted = state_bytes(traits, evidence.shapes, evidence.whole.world_size)
-    observed = [
-        (r.step, r.rank, r.bytes["optimizer"] + (r.bytes["params"] if traits.sharded_parameters else 0))
-        for r in evidence.whole.counted()
-        if r.step
-    ]
-    if traits.buffers:
-        observed = [(evidence.config.steps, rank, state) for rank, state in enumerate(evidence.state_bytes)]
-    for step, rank, held in observed:
-        if held != wanted[rank]:
-            expected = f"{wanted[rank]} bytes ({traits.bytes_per_element} an element it owns)"
-            return [Violation("optimizer memory", f"{held} bytes", expected, "memory", step=step, rank=rank)]
-    return []
-
-
 def matches_oracle(subject: Subject, world_size: int) -> list[Violation]:
     """Losses at every step, and parameters, equal the one-process run's: ours bit for bit."""
-    evidence = _evidence(subject, world_size)
+    evidence = evidence_of(subject, world_size)
     right = oracle(subject, asked_config(subject, world_size))
     for record in evidence.whole.records:
         if not record.step:
@@ -249,7 +163,7 @@ def _close_finals(evidence: Composed, right: dict[str, bytes]) -> list[Violation
 
 def tokens_once(subject: Subject, world_size: int) -> list[Violation]:
     """Every block of the corpus is read by one rank once."""
-    evidence = _evidence(subject, world_size)
+    evidence = evidence_of(subject, world_size)
     seen: dict[tuple[int, ...], tuple[int, int]] = {}
     for record in evidence.whole.records:
         if record.step == 0:
@@ -285,7 +199,7 @@ SAME_SIZE = frozenset(
 
 def same_collectives(subject: Subject, world_size: int) -> list[Violation]:
     """All ranks call the same collectives in the same order, with the same sizes where these cannot differ."""
-    trace = _evidence(subject, world_size).whole
+    trace = evidence_of(subject, world_size).whole
     for step in trace.steps:
         records = trace.at(step)
         first = _calls(records[0])
@@ -311,27 +225,6 @@ def same_collectives(subject: Subject, world_size: int) -> list[Violation]:
 def _calls(record: Record) -> list[tuple[Any, ...]]:
     calls = [c for c in record.collectives if c["op"] not in POINT_TO_POINT]
     return [(c["op"], c["dtype"], c["numel"] if c["op"] in SAME_SIZE else None) for c in calls]
-
-
-def live_bytes_flat(subject: Subject, world_size: int) -> list[Violation]:
-    """No kind of memory grows from the second step on."""
-    trace = _evidence(subject, world_size).whole
-    settled = {r.rank: r.bytes for r in trace.at(2)}
-    for record in trace.records:
-        for kind, held in record.bytes.items():
-            if record.step > 2 and held > settled[record.rank][kind]:
-                return [
-                    Violation(
-                        f"bytes of {kind}",
-                        f"{held}",
-                        f"{settled[record.rank][kind]}, as after step 2",
-                        "memory",
-                        step=record.step,
-                        rank=record.rank,
-                        hint="something is kept at every step",
-                    )
-                ]
-    return []
 
 
 ALL_SLOTS = ("model", "broadcast", "optimizer")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
 from minigpt_dist.verify.blame import stage_of, unwritten
+from minigpt_dist.verify.contract import asked_by_name
 from minigpt_dist.verify.peers import unavailable
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
@@ -61,7 +62,9 @@ class Verdict:
         return not self.violations and not self.not_judged
 
     def render(self, impl: str) -> str:
-        return "\n\n".join(v.render(self.check, impl, self.world_size) for v in self.violations)
+        about = CHECKS[self.check].slots if self.check in CHECKS else ()
+        slots = tuple(slot for slot in about if asked_by_name(slot, impl))
+        return "\n\n".join(v.render(self.check, impl, self.world_size, slots) for v in self.violations)
 
 
 def put(check: Check, subject: Subject, world_size: int) -> Verdict:

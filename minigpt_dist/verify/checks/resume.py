@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from minigpt_dist.launch import LaunchError
 from minigpt_dist.trace import Record, Trace
-from minigpt_dist.verify.checks.composition import asked_config
 from minigpt_dist.verify.checks.registry import Check, broken_run, register
-from minigpt_dist.verify.composition import Composed, altered, composed
+from minigpt_dist.verify.composition import Composed, altered, evidence_of
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
 
 def resumes_byte_equal(subject: Subject, world_size: int) -> list[Violation]:
     """(d) What is loaded at step 10 equals the snapshot, and each step to 20 the unbroken run: every parameter, buffer and state byte."""
-    return resume_violations(composed(subject, asked_config(subject, world_size)))
+    return resume_violations(evidence_of(subject, world_size))
 
 
 def resume_violations(evidence: Composed) -> list[Violation]:
@@ -89,7 +88,7 @@ def _first_difference(resumed: Record, unbroken: Record, start: int) -> Violatio
 
 def resumes_from_what_is_there(subject: Subject, world_size: int) -> list[Violation]:
     """A moment changed in the checkpoint changes the first update after the resume: what goes on is what was saved."""
-    evidence = composed(subject, asked_config(subject, world_size))
+    evidence = evidence_of(subject, world_size)
     if evidence.resumed is None:
         raise NotJudged("there is no resume to compare with")
     path, trace = altered(subject, evidence)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from minigpt_dist import corpus, model
-from minigpt_dist.verify.faults import base
+from minigpt_dist.verify.faults import base, ring, timetable, watcher
 
 Names = dict[str, Any]
 
@@ -80,6 +80,9 @@ def correct_names() -> Names:
         "ZeroOptimizer": base.LessonZero,
         "save_sharded": base.save_sharded,
         "load_sharded": base.load_sharded,
+        **ring.NAMES,
+        **timetable.NAMES,
+        **watcher.NAMES,
     }
 
 

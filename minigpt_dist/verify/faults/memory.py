@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,26 @@ def full_state_reported_as_a_share() -> Names:
 
         def shard_bytes(self) -> int:
             return 12 * self.chunk
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
+    source="state moved out of a census's sight",
+    needs="a census of what is no tensor",
+    check="optimizer.sharded",
+    stage="memory",
+    step=2,
+    green=RIGHT_VALUES,
+    equivalent=((1, "one rank holds everything anyway"),),
+)
+def full_state_in_numpy_arrays() -> Names:
+    """Every rank keeps master copy and moments of all parameters, outside its slice as arrays of numpy."""
+
+    class Zero(LessonZero):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.hidden = [np.ones(self.total - self.chunk, dtype=np.float32) for _ in range(3)]
 
     return {"ZeroOptimizer": Zero}
 

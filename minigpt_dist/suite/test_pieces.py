@@ -1,0 +1,22 @@
+"""Pieces that are judged where they are asked for by name: each keeps the promises of its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.mark.checks("collectives")
+def test_collectives_add_copy_and_send_what_they_promise(check: Callable[[], bool]) -> None:
+    assert check()
+
+
+@pytest.mark.checks("pipeline")
+def test_schedules_are_legal_end_and_cost_what_they_should(check: Callable[[], bool]) -> None:
+    assert check()
+
+
+@pytest.mark.checks("guard")
+def test_the_guard_gives_all_ranks_one_right_answer(check: Callable[[], bool]) -> None:
+    assert check()
