@@ -96,7 +96,9 @@ def mesh_body(dp: int, tp: int, pp: int) -> dict[str, list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("cube", [(1, 1, 1), (2, 1, 2), (3, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "cube", [(1, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow), (3, 1, 1), (2, 2, 2)], ids=str
+)
 def test_a_sum_over_a_group_is_that_of_its_ranks(cube: tuple[int, int, int]) -> None:
     layout = Layout(*cube)
     for rank, seen in enumerate(run_world(mesh_body, layout.world_size, *cube, deadline_s=60)):
