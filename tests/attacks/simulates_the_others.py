@@ -1,6 +1,7 @@
 """Each rank works out what the others would have sent, and no rank sends anything."""
 
 # attacks: optimizer.traffic
+# needs: walls
 
 import sys
 

@@ -237,4 +237,4 @@ for _name, _claim, _find, _stage in (
     ("same_collectives", "all ranks call the same collectives in the same order", same_collectives, "reduce"),
     ("live_bytes", "no memory grows with the steps", live_bytes_flat, "memory"),
 ):
-    register(Check(_name, _claim, _find, ALL_SLOTS, _stage))
+    register(Check(_name, _claim, _find, ALL_SLOTS, _stage, through=("ddp",)))

@@ -22,7 +22,8 @@ WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 class Check:
     """One question. `find(subject, world_size)` lists the violations, none if all is well; NotJudged if it cannot be asked.
 
-    slots: pieces it is about. stage: whom to blame when the run itself breaks. world_sizes: where it is asked by default.
+    slots: pieces it is about. through: pieces that its run also goes through, where an implementation has them.
+    stage: whom to blame when the run itself breaks. world_sizes: where it is asked by default.
     may_stop: as exotic, and a run that ends in any error or gets stuck is not judged either, but reported.
     exotic: a condition that an implementation may refuse: an exception is then no violation, a wrong result still is.
     """
@@ -35,6 +36,7 @@ class Check:
     world_sizes: tuple[int, ...] = WORLD_SIZES
     exotic: bool = False
     may_stop: bool = False
+    through: tuple[str, ...] = ()
 
 
 CHECKS: dict[str, Check] = {}
@@ -74,7 +76,7 @@ def put(check: Check, subject: Subject, world_size: int) -> Verdict:
         return Verdict(check.name, world_size, not_judged=absent)
     try:
         violations = tuple(check.find(subject, world_size))
-        if subject.lacks(check.slots):
+        if subject.lacks((*check.slots, *check.through)):
             raise NotJudged("it has no piece of its own for this: ours was asked")
         return Verdict(check.name, world_size, violations)
     except NotJudged as reason:
