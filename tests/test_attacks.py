@@ -40,8 +40,9 @@ def modes_for(path: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_tmp() -> Iterator[Path]:
+def own_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Whatever a sandbox has on this machine lies here, where another user can pass, unlike below pytest's own folder."""
+    tmp_path_factory.getbasetemp()  # made when first asked for: not in here, which goes away
     temporary = tempfile.TemporaryDirectory(prefix="minigpt-dist-", ignore_cleanup_errors=True)
     with temporary as folder, pytest.MonkeyPatch.context() as patch:
         os.chmod(folder, 0o711)
