@@ -17,14 +17,17 @@ from minigpt_dist.parallel.stages.shard import Shard
 
 
 class GlobalNorm:
-    """Norms over the data ranks of `group`, and over the ranks of `model_axis` where a replica is cut too."""
+    """Norms over the data ranks of `group`, and over the ranks of `model_axis` where a replica is cut too.
 
-    def __init__(self, group: Group, model_axis: ModelAxis | None) -> None:
-        self.group, self.model_axis = group, model_axis
+    device: where sums are exchanged, which is where the backend can reach them.
+    """
+
+    def __init__(self, group: Group, model_axis: ModelAxis | None, device: torch.device) -> None:
+        self.group, self.model_axis, self.device = group, model_axis, device
 
     def sum(self, value: float) -> float:
         """`value` summed over all those ranks, in float64. All of them together."""
-        total = all_reduce_sum(torch.tensor(value, dtype=torch.float64), self.group)
+        total = all_reduce_sum(torch.tensor(value, dtype=torch.float64, device=self.device), self.group)
         return float(total if self.model_axis is None else self.model_axis.sum(total))
 
     def own_sq(self, shards: Sequence[Shard], grads: Sequence[Tensor]) -> float:

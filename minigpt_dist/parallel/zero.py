@@ -103,7 +103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._offload = offload
         self._reducer = Reducer(int(bucket_mb * 2**20), group) if stage > 1 else None
         self.max_norm, self.exact = max_norm, reduction == "exact"
-        self.norm, self.scaler = GlobalNorm(group, model_axis), scaler
+        self.scaler = scaler
         self.micro_batches = 0
         self.last_grad_sq = 0.0
         self.clipping: Clipping | None = None  # of the last step, if there is a bound
@@ -111,6 +111,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards: list[Shard] | None = None  # None while the base class collects the groups
         params = module.parameters() if isinstance(module, nn.Module) else module
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        device = next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu"))
+        self.norm = GlobalNorm(group, model_axis, device)
         self._shards = []
         self._adopt_new_parameters()
 
