@@ -80,13 +80,10 @@ def _own_load(folder: Path, world_size: int, rank: int) -> State:
     return states[rank]
 
 
-OURS = Pieces(
-    _own_model,
-    _own_corpus,
-    broadcast_parameters,
-    _own_optimizer,
-    _own_save,
-    _own_load,
+# Around any optimizer that keeps whole parameters and gradients; and around ours, which may not.
+PLAIN = Pieces(_own_model, _own_corpus, broadcast_parameters, _own_optimizer, _own_save, _own_load)
+OURS = replace(
+    PLAIN,
     gathered=lambda optimizer: optimizer.gathered(),
     accumulating=lambda optimizer: optimizer.no_sync(),
     gradients=lambda model, optimizer: () if optimizer.scaler else optimizer.gradients(),  # overflows are the scaler's

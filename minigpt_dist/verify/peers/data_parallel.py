@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.runner import Pieces, State
 from minigpt_dist.verify.peers.adamw import adamw_options
-from minigpt_dist.worker import OURS
+from minigpt_dist.worker import PLAIN
 
 
 class DataParallel:
@@ -36,7 +36,7 @@ class DataParallel:
     def pieces(self) -> Pieces:
         """The worker's pieces; one object serves one run."""
         return replace(
-            OURS, broadcast=self.wrap, optimizer=self.optimizer, save=save, load=self.load, forward=self.forward
+            PLAIN, broadcast=self.wrap, optimizer=self.optimizer, save=save, load=self.load, forward=self.forward
         )
 
     def wrap(self, module: nn.Module) -> None:
@@ -60,13 +60,13 @@ class DataParallel:
             assert self.wrapper is not None
             self.wrapper(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
             self.wrapper.zero_grad()
-        state = OURS.load(folder, world_size, rank)
+        state = PLAIN.load(folder, world_size, rank)
         return {**state, "optimizer": _rekeyed(state["optimizer"], int)}
 
 
 def save(state: State, folder: Path, step: int, config: TrainConfig) -> object:
     """This package's sharded save, which takes no key but a string; torch numbers its optimizer's states."""
-    return OURS.save({**state, "optimizer": _rekeyed(state["optimizer"], str)}, folder, step, config)
+    return PLAIN.save({**state, "optimizer": _rekeyed(state["optimizer"], str)}, folder, step, config)
 
 
 def _rekeyed(optimizer: State, kind: Callable[[Any], str | int]) -> State:

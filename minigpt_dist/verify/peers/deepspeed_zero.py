@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.runner import Pieces, State
 from minigpt_dist.verify.peers.adamw import adamw_options
-from minigpt_dist.worker import OURS
+from minigpt_dist.worker import PLAIN
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as the package is imported
 
@@ -39,7 +39,7 @@ class ZeroStage:
     def pieces(self) -> Pieces:
         """The worker's pieces; one object serves one run."""
         return replace(
-            OURS,
+            PLAIN,
             broadcast=lambda module: None,  # initialize sends rank 0's parameters to all
             optimizer=self.optimizer,
             save=self.save,

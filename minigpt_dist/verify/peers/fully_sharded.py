@@ -21,7 +21,7 @@ from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.ddp import broadcast_parameters
 from minigpt_dist.runner import Pieces, State
 from minigpt_dist.verify.peers.adamw import adamw_options
-from minigpt_dist.worker import OURS
+from minigpt_dist.worker import PLAIN
 
 
 class FullyShard:
@@ -34,7 +34,7 @@ class FullyShard:
     def pieces(self) -> Pieces:
         """The worker's pieces; one object serves one run."""
         return replace(
-            OURS,
+            PLAIN,
             broadcast=self.shard,
             optimizer=self.optimizer,
             save=self.save,
