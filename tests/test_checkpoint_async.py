@@ -97,6 +97,7 @@ AsyncSaver(fail).save({}, 7)
 """
 
 
+@pytest.mark.slow
 def test_a_failure_that_nobody_asked_for_is_reported_at_exit() -> None:
     path = str(Path(__file__).parent.parent)
     done = subprocess.run([sys.executable, "-c", FORGETFUL], capture_output=True, text=True, cwd=path, timeout=60)

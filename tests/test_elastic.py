@@ -46,6 +46,7 @@ def test_checkpoint_of_two_ranks_resumes_at_eight_with_the_same_bytes(unbroken: 
     assert train(WHOLE, tmp_path, resume=True)[6] == unbroken[1][6]
 
 
+@pytest.mark.slow
 def test_exact_mode_with_dropout_is_independent_of_world_size(tmp_path: Path) -> None:
     config = TrainConfig.from_dict(
         {**WHOLE.to_dict(), "model": {**WHOLE.to_dict()["model"], "dropout": 0.1}, "steps": 2, "checkpoint_step": 0}
@@ -53,6 +54,7 @@ def test_exact_mode_with_dropout_is_independent_of_world_size(tmp_path: Path) ->
     assert train(config, tmp_path) == train(resized(config, 2), tmp_path)
 
 
+@pytest.mark.slow
 def test_plain_sums_do_depend_on_world_size(tmp_path: Path) -> None:
     plain = TrainConfig.from_dict({**WHOLE.to_dict(), "reduction": "sum", "steps": 3, "checkpoint_step": 0})
     assert train(plain, tmp_path)[3] != train(resized(plain, 2), tmp_path)[3]

@@ -76,6 +76,7 @@ def test_a_fresh_sandbox_has_nothing_of_the_one_before() -> None:
         assert put(CHECKS["resume_bytes"], subject, 2).passed
 
 
+@pytest.mark.slow
 def test_kit_holds_every_body_and_none_of_the_reference(own_tmp: Path) -> None:
     copy_kit(kit(), own_tmp)
     modules = ", ".join([*LAUNCH, *(f"minigpt_dist.{name}" for name in BODIES)])
