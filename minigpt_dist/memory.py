@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from types import FrameType, ModuleType
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from minigpt_dist.trace import own_part
 
@@ -90,38 +87,6 @@ def baseline() -> list[UntypedStorage]:
     """Storages alive now, to be left out of a later `census`. Held, so that no later storage can be given one's address."""
     storages = [own_part(t).untyped_storage() for t in live_tensors()]
     return [storage for storage in storages if storage.nbytes()]
-
-
-class SavedActivations(saved_tensors_hooks):
-    """While entered, counts what forward keeps for backward: `bytes` now, `peak` at most; parameters of `module` do not count.
-
-    Each storage counts once, from the first tensor that is kept of it until the last is let go.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._not_counted = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self._uses: Counter[int] = Counter()
-        self.bytes = self.peak = 0
-        super().__init__(self._keep, lambda kept: kept.tensor)
-
-    def _keep(self, tensor: Tensor) -> _Kept:
-        kept, storage = _Kept(tensor), tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address not in self._not_counted:
-            self._uses[address] += 1
-            self.bytes += size if self._uses[address] == 1 else 0
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(kept, self._let_go, address, size)
-        return kept
-
-    def _let_go(self, address: int, size: int) -> None:
-        self._uses[address] -= 1
-        self.bytes -= size if self._uses[address] == 0 else 0
-
-
-class _Kept:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def zero1_bytes(numel: int, world_size: int, bytes_per_element: int = 12) -> int:

@@ -40,7 +40,7 @@ def own_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def working(mode: str) -> Isolation:
     chosen = choose(mode)
     if chosen.name != mode:
-        pytest.skip(f"isolation {mode} does not work on this machine")
+        pytest.skip(f"isolation {mode} does not work on this machine: no program or no right for it")
     return chosen
 
 

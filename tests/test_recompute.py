@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minigpt_dist.activations import SavedBytes
 from minigpt_dist.launch import World
 from minigpt_dist.loss import next_token_loss
-from minigpt_dist.memory import SavedActivations
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel import recompute
 from minigpt_dist.parallel.data_parallel import DistributedDataParallel
@@ -128,12 +128,11 @@ def kept_body(how: str, layers: int) -> tuple[int, int, int]:
     del model.blocks[-1]
     RIGHT[how](model)
     ids = torch.arange(B * S).view(B, S) % 12
-    kept = SavedActivations(model)
-    with kept:
+    with SavedBytes(model.parameters()) as kept:
         loss = next_token_loss(model(ids), ids)
-        after = kept.bytes
+        after = kept.now
         loss.backward()
-    return after, kept.peak, kept.bytes
+    return after, kept.peak, kept.now
 
 
 def test_a_block_keeps_its_input_and_the_random_state_alone(one: World) -> None:

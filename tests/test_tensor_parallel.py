@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minigpt_dist.activations import SavedBytes
 from minigpt_dist.launch import World, ledger, run_world
 from minigpt_dist.loss import next_token_loss
-from minigpt_dist.memory import SavedActivations
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.pipeline import layers_of
 from minigpt_dist.parallel.recompute import recompute_blocks
@@ -403,8 +403,7 @@ def kept_body(sequence: bool, again: bool) -> int:
     if again:
         recompute_blocks(model)
     ids = torch.zeros(4, 128, dtype=torch.int64)
-    kept = SavedActivations(model)
-    with kept:
+    with SavedBytes(model.parameters()) as kept:
         token_loss(model, model(ids), ids).backward()
     return kept.peak
 

@@ -1,7 +1,7 @@
 """What recomputation costs and saves: a step that keeps all activations beside ours and torch's that recompute by block.
 
 Owns the variants and the goal: a step is a forward, two forwards' worth of backward, and an update, so one forward of the blocks more is
-at most a third (Chen et al. 2016, section 4). Leaves counting what is kept to `memory.SavedActivations`.
+at most a third (Chen et al. 2016, section 4). Leaves counting what is kept to `activations.SavedBytes`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minigpt_dist.activations import SavedBytes
 from minigpt_dist.bench.comparison import Comparison
 from minigpt_dist.bench.interleave import Seconds, interleaved, slowest
 from minigpt_dist.bench.step import LR, SIZES, optimizer_step, own_batch
 from minigpt_dist.launch import run_world
 from minigpt_dist.loss import next_token_loss
-from minigpt_dist.memory import SavedActivations
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.collectives import barrier, world
 from minigpt_dist.parallel.recompute import recompute_blocks
@@ -40,8 +40,7 @@ VARIANTS: dict[str, Callable[[MiniGPT], MiniGPT]] = {PLAIN: lambda model: model,
 
 def peak_bytes(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
     """The most that one forward and backward keeps for backward."""
-    kept = SavedActivations(model)
-    with kept:
+    with SavedBytes(model.parameters()) as kept:
         next_token_loss(model(inputs), targets).backward()
     return kept.peak
 

@@ -66,7 +66,7 @@ def said(error: BaseException) -> str:
     """The error's class and text; foreign `__str__` may fail."""
     try:
         return f"{type(error).__name__}: {error}"[:400]
-    except Exception:
+    except Exception:  # of the foreign `__str__`: the class alone still says what was raised
         return type(error).__name__
 
 

@@ -101,7 +101,7 @@ def _differing(
     if not len(off):
         return []
     at = int(off[0])
-    hint = ""
+    hint = ""  # closeness below chooses words for a difference that is already found, bit by bit
     if own.numel() == seen.numel() and torch.equal(seen, own):
         hint = "the tensor still holds what this rank brought: the result belongs into the tensor itself"
     elif right.is_floating_point() and torch.allclose(seen.double() * world_size, right.double(), rtol=1e-2):
