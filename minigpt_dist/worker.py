@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from minigpt_dist.checkpoint import load_resharded, load_sharded, save_shard
+from minigpt_dist.checkpoint import load_at_layout, load_resharded, save_shard
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.corpus import make_corpus, read_text
 from minigpt_dist.model import MiniGPT
@@ -23,10 +23,12 @@ from minigpt_dist.parallel.ddp import broadcast_parameters
 from minigpt_dist.parallel.mesh import Mesh
 from minigpt_dist.parallel.model_axis import ModelAxis
 from minigpt_dist.parallel.offload import Offload
+from minigpt_dist.parallel.parts import parts_of
 from minigpt_dist.parallel.precision import LossScaler
 from minigpt_dist.parallel.recompute import recompute_blocks
 from minigpt_dist.parallel.tensor import replicated_parameters, tensor_parallel, token_loss, whole
 from minigpt_dist.parallel.zero import ZeroOptimizer
+from minigpt_dist.parts import Parts
 from minigpt_dist.runner import Pieces, State, Worker
 
 
@@ -74,8 +76,10 @@ def _own_save(state: State, folder: Path, step: int, config: TrainConfig) -> obj
     return save_shard(state, folder, step, rank=rank, world_size=N, exchange=exchange, meta=meta)
 
 
-def _own_load(folder: Path, world_size: int, rank: int) -> State:
-    """Load at the same world size, or cut the saved shards anew for this one."""
+def _own_load(folder: Path, world_size: int, rank: int, parts: Parts | None = None) -> State:
+    """This rank's state from a checkpoint of any layout; of any world size, for an optimizer that says nothing of parts."""
+    if parts is not None:
+        return load_at_layout(folder, parts, rank, world_size)
     states: list[State] = load_resharded(folder, world_size)
     return states[rank]
 
@@ -86,6 +90,7 @@ OURS = replace(
     PLAIN,
     gathered=lambda optimizer: optimizer.gathered(),
     accumulating=lambda optimizer: optimizer.no_sync(),
+    parts=parts_of,
     gradients=lambda model, optimizer: () if optimizer.scaler else optimizer.gradients(),  # overflows are the scaler's
 )
 
@@ -116,7 +121,6 @@ def _tensor_parallel(pieces: Pieces, config: TrainConfig, folder: Path) -> Piece
         model=model,
         broadcast=lambda module: broadcast_parameters(module, group=data),
         optimizer=optimizer,
-        load=lambda folder, world_size, rank: load_sharded(folder, world_size)[rank],  # of this very layout
         loss=token_loss,
         full_parameters=whole,
     )
@@ -140,17 +144,17 @@ def rank_body(
     return worker.run()
 
 
-def resized(config: TrainConfig, world_size: int) -> TrainConfig:
-    """The same global batch in the same micro-batches, on another number of ranks. ValueError if it does not divide.
+def resized(config: TrainConfig, world_size: int, tp: int | None = None) -> TrainConfig:
+    """The same global batch in the same micro-batches, on another number of ranks, `tp` (default: as before) of them a replica.
 
-    A run under tensor parallelism goes on where it was: its parameters are cut by it.
+    ValueError if the replicas do not divide the batch, or `tp` the ranks or the model.
     """
-    if config.tp > 1:
-        raise ValueError(f"world_size is {world_size}, but should be {config.world_size}, as tp is {config.tp}")
-    total = config.world_size * config.micro_batches
-    if total % world_size:
-        raise ValueError(f"world_size is {world_size}, but should divide the {total} micro-batches of a step")
-    return replace(config, world_size=world_size, micro_batches=total // world_size)
+    tp = config.tp if tp is None else tp
+    total, replicas = config.dp * config.micro_batches, replace(config, world_size=world_size, tp=tp).dp
+    if total % replicas:
+        counted = "world_size" if tp == 1 else "number of replicas"
+        raise ValueError(f"{counted} is {replicas}, but should divide the {total} micro-batches of a step")
+    return replace(config, world_size=world_size, tp=tp, micro_batches=total // replicas)
 
 
 def mean(values: list[float]) -> float:

@@ -20,7 +20,7 @@ BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
 FREE_ON_RESUME = (
-    *("steps", "world_size", "zero_stage", "offload", "recompute", *SAVING),
+    *("steps", "world_size", "tp", "sequence_parallel", "zero_stage", "offload", "recompute", *SAVING),
     *("guard", "max_rollbacks", "spike"),
 )
 
@@ -51,10 +51,9 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
     if args.plan is not None:
         take_plan(given, Path(args.plan))
     _take_launcher(given, launched_ranks)
-    _take_replicas(given, args.dp)
     source = None if args.resume is None else Path(args.resume)
     try:
-        config, start = _fresh(given) if source is None else _continued(given, source)
+        config, start = _fresh(given, args.dp) if source is None else _continued(given, args.dp, source)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not (config.checkpoint_step == 0 or start < config.checkpoint_step <= config.steps):
@@ -79,20 +78,21 @@ def _take_launcher(given: dict[str, Any], launched_ranks: int | None) -> None:
         raise UsageError(f"world_size is {asked}, but should be {launched_ranks}, the ranks that the launcher started")
 
 
-def _take_replicas(given: dict[str, Any], dp: int | None) -> None:
-    """The world size that `dp` replicas of the model need."""
+def _take_replicas(given: dict[str, Any], dp: int | None, tp: int) -> None:
+    """The world size that `dp` replicas of the model need, of `tp` ranks each unless that is given."""
     if dp is None:
         return
     if dp < 1:
         raise UsageError(f"dp is {dp}, but should be a whole number of at least 1")
-    wanted = dp * given.get("tp", 1)
+    wanted = dp * given.get("tp", tp)
     asked = given.setdefault("world_size", wanted)
     if asked != wanted:
         raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp")
 
 
-def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:
+def _fresh(given: dict[str, Any], dp: int | None) -> tuple[TrainConfig, int]:
     """A run from step 0. Half of it lies before the checkpoint, unless asked otherwise."""
+    _take_replicas(given, dp, TrainConfig.tp)
     text = given.get("text")
     if text is not None and given.setdefault("vocab", BYTE_VOCAB) < BYTE_VOCAB:
         wanted = f"at least {BYTE_VOCAB}, as the tokens of a text are its bytes"
@@ -103,14 +103,18 @@ def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:
     return config, 0
 
 
-def _continued(given: dict[str, Any], source: Path) -> tuple[TrainConfig, int]:
-    """A run that goes on from the latest checkpoint of `source`, which also says what it is a run of."""
+def _continued(given: dict[str, Any], dp: int | None, source: Path) -> tuple[TrainConfig, int]:
+    """A run that goes on from the latest checkpoint of `source`, which also says what it is a run of.
+
+    What is not given of the layout stays as it was.
+    """
     saved, start = _saved_run(source)
-    if given.get("world_size", saved.world_size) != saved.world_size:
+    _take_replicas(given, dp, saved.tp)
+    axes = {name: given.get(name, getattr(saved, name)) for name in ("world_size", "tp")}
+    if axes != {name: getattr(saved, name) for name in axes}:
         from minigpt_dist.worker import resized  # here: torch, which fresh runs leave to the rank server
 
-        _with(saved, {"world_size": given["world_size"]})  # its range first
-        saved = resized(saved, given["world_size"])
+        saved = resized(saved, **axes)
     free = (*FREE_ON_RESUME, "text") if saved.text is not None else FREE_ON_RESUME  # the file may have moved
     for name, value in given.items():
         kept = getattr(saved.model if hasattr(saved.model, name) else saved, name)
