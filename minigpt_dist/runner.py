@@ -21,7 +21,7 @@ from minigpt_dist.cadence import Cadence
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.guard import Guard
 from minigpt_dist.loop import Guard as Guarding
-from minigpt_dist.loop import Unguarded, train
+from minigpt_dist.loop import Unguarded, one_by_one, train
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.memory import baseline
 from minigpt_dist.parallel.collectives import world
@@ -68,6 +68,7 @@ class Pieces:
     gradients: Callable[[nn.Module, Any], Iterable[Tensor]] = lambda model, optimizer: whole_gradients(
         model
     )  # what a rank holds of them
+    add_gradients: Callable[..., list[float]] = one_by_one  # forward and backward of a step's micro-batches
 
 
 def capture(step: int, model: nn.Module, optimizer: Any) -> State:
@@ -131,6 +132,7 @@ class Worker:
             backward=self._backward,
             save=self._save,
             observe=self._observe,
+            add_gradients=self.pieces.add_gradients,
             guard=self._guard,
         )
         incidents = [] if self.rescue is None else [str(incident) for incident in self.rescue.guard.incidents]
@@ -181,7 +183,7 @@ class Worker:
         if step != self.config.checkpoint_step and not due:
             return
         self.snapshot, self.saved = state_digests(self._write(step, model, optimizer)), step
-        if self.config.tp > 1:  # the state has this rank's part of a parameter, a record the whole
+        if self.config.tp * self.config.pp > 1:  # the state has this rank's part of the parameters, a record all of them
             self.snapshot |= {f"model.{name}": value for name, value in self.recorder.records[-1].params.items()}
 
     def _write(self, step: int, model: nn.Module, optimizer: Any) -> State:

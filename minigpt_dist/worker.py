@@ -7,16 +7,19 @@ Owns which of our pieces a run is made of. Leaves the pieces to `parallel/` and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minigpt_dist.checkpoint import load_at_layout, load_resharded, save_shard
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.corpus import make_corpus, read_text
+from minigpt_dist.layout import CHUNKS
 from minigpt_dist.model import MiniGPT
 from minigpt_dist.parallel.collectives import Group, exchange, world
 from minigpt_dist.parallel.ddp import broadcast_parameters
@@ -24,11 +27,15 @@ from minigpt_dist.parallel.mesh import Mesh
 from minigpt_dist.parallel.model_axis import ModelAxis
 from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.parts import parts_of
+from minigpt_dist.parallel.pipeline.schedule import pipeline_schedule
+from minigpt_dist.parallel.pipeline.staged import Pair, StagedGPT
 from minigpt_dist.parallel.precision import LossScaler
 from minigpt_dist.parallel.recompute import recompute_blocks
 from minigpt_dist.parallel.tensor import replicated_parameters, tensor_parallel, token_loss, whole
 from minigpt_dist.parallel.zero import ZeroOptimizer
 from minigpt_dist.parts import Parts
+from minigpt_dist.planner.shape import ModelShape
+from minigpt_dist.planner.stages import layer_cuts
 from minigpt_dist.runner import Pieces, State, Worker
 
 
@@ -95,42 +102,71 @@ OURS = replace(
 )
 
 
-def _recomputing(pieces: Pieces) -> Pieces:
-    """`pieces`, whose model's blocks compute their activations again in backward."""
+def _cut_model(sizes: ModelConfig, config: TrainConfig, mesh: Mesh) -> MiniGPT | StagedGPT:
+    """This rank's part of the model that the first rank of its replica has made."""
+    tensor, stages = mesh.group("tp"), mesh.group("pp")
+    model = _own_model(sizes)
+    if config.pp > 1:
+        broadcast_parameters(model, group=stages)
+    if config.tp > 1:
+        tensor_parallel(model, tensor, sequence_parallel=config.sequence_parallel)
+    if config.recompute:
+        recompute_blocks(model)
+    if config.pp == 1:
+        return model
+    schedule = pipeline_schedule(config.schedule, config.pp, config.micro_batches, CHUNKS[config.schedule])
+    cuts = layer_cuts(ModelShape(sizes), config.layout)
+    parts = config.tp if config.sequence_parallel else 1
+    return StagedGPT(model, cuts, schedule, _loss_of(config), stages, sequence_parts=parts)
 
-    def model(sizes: ModelConfig) -> nn.Module:
-        return recompute_blocks(cast(MiniGPT, pieces.model(sizes)))
 
-    return replace(pieces, model=model)
+def _loss_of(config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+    return token_loss if config.tp > 1 else PLAIN.loss
 
 
-def _tensor_parallel(pieces: Pieces, config: TrainConfig, folder: Path) -> Pieces:
-    """`pieces`, over replicas that `config.tp` ranks hold between them. All ranks call it together: it makes the groups."""
+def _whole_parameters(
+    model: nn.Module, config: TrainConfig, shapes: Sequence[tuple[str, Tensor]]
+) -> Iterable[tuple[str, Tensor]]:
+    """All parameters of the model by name, whole, on every rank of a replica; they call it together."""
+    own = whole(model) if config.tp > 1 else ((name, p.detach()) for name, p in model.named_parameters())
+    return model.joined(own, shapes) if isinstance(model, StagedGPT) else own
+
+
+def _cut_pieces(pieces: Pieces, config: TrainConfig, folder: Path) -> Pieces:
+    """`pieces`, over replicas that tp * pp ranks hold between them. All ranks call it together: it makes the groups."""
     mesh = Mesh(config.layout)
-    data, tensor = mesh.group("dp"), mesh.group("tp")
-
-    def model(sizes: ModelConfig) -> nn.Module:
-        return tensor_parallel(_own_model(sizes), tensor, sequence_parallel=config.sequence_parallel)
+    data, replica = mesh.group("dp"), mesh.group("pp", "tp")
+    with torch.device("meta"):
+        shapes = list(_own_model(config.model).named_parameters())
 
     def optimizer(module: nn.Module, config: TrainConfig, world_size: int, rank: int) -> ZeroOptimizer:
-        elsewhere = replicated_parameters(module) if mesh.place.tp else ()
-        return _own_optimizer(module, config, config.dp, mesh.place.dp, data, ModelAxis(tensor, elsewhere), folder)
+        elsewhere = replicated_parameters(module) if mesh.place.tp else []
+        elsewhere += module.copies if isinstance(module, StagedGPT) else []
+        return _own_optimizer(module, config, config.dp, mesh.place.dp, data, ModelAxis(replica, elsewhere), folder)
+
+    def pipelined(model: StagedGPT, batches: Iterable[Pair], optimizer: ZeroOptimizer, *_: object) -> list[float]:
+        return model.add_gradients(batches, optimizer.scaler.scaled if optimizer.scaler else lambda loss: loss)
 
     return replace(
         pieces,
-        model=model,
+        model=lambda sizes: _cut_model(sizes, config, mesh),
         broadcast=lambda module: broadcast_parameters(module, group=data),
         optimizer=optimizer,
-        loss=token_loss,
-        full_parameters=whole,
+        parts=lambda model, optimizer: parts_of(model, optimizer, model.tied if isinstance(model, StagedGPT) else None),
+        loss=_loss_of(config),
+        full_parameters=lambda model: _whole_parameters(model, config, shapes),
+        add_gradients=pipelined if config.pp > 1 else pieces.add_gradients,
     )
 
 
 def pieces_of(config: TrainConfig, folder: Path) -> Pieces:
     """Our pieces for one run, whose files are in `folder`. ValueError if its layout is of another number of ranks than there are."""
     pieces = replace(OURS, optimizer=partial(_own_optimizer, folder=folder))
-    pieces = pieces if config.tp == 1 else _tensor_parallel(pieces, config, folder)
-    return _recomputing(pieces) if config.recompute else pieces
+    if config.tp * config.pp > 1:
+        return _cut_pieces(pieces, config, folder)
+    if config.recompute:
+        return replace(pieces, model=lambda sizes: recompute_blocks(_own_model(sizes)))
+    return pieces
 
 
 def rank_body(
@@ -144,17 +180,19 @@ def rank_body(
     return worker.run()
 
 
-def resized(config: TrainConfig, world_size: int, tp: int | None = None) -> TrainConfig:
-    """The same global batch in the same micro-batches, on another number of ranks, `tp` (default: as before) of them a replica.
+def resized(config: TrainConfig, world_size: int, **layout: Any) -> TrainConfig:
+    """The same global batch in the same micro-batches, on another number of ranks.
 
-    ValueError if the replicas do not divide the batch, or `tp` the ranks or the model.
+    layout: fields of the configuration that change with it, such as tp and pp; the others stay.
+
+    ValueError if the replicas do not divide the batch, or for a layout that cannot be.
     """
-    tp = config.tp if tp is None else tp
-    total, replicas = config.dp * config.micro_batches, replace(config, world_size=world_size, tp=tp).dp
-    if total % replicas:
-        counted = "world_size" if tp == 1 else "number of replicas"
+    total, replica = config.dp * config.micro_batches, layout.get("tp", config.tp) * layout.get("pp", config.pp)
+    replicas, rest = divmod(world_size, replica) if min(world_size, replica) > 0 else (1, 0)
+    if replicas and not rest and total % replicas:
+        counted = "world_size" if replica == 1 else "number of replicas"
         raise ValueError(f"{counted} is {replicas}, but should divide the {total} micro-batches of a step")
-    return replace(config, world_size=world_size, tp=tp, micro_batches=total // replicas)
+    return replace(config, world_size=world_size, micro_batches=total // max(replicas, 1), **layout)
 
 
 def mean(values: list[float]) -> float:

@@ -19,10 +19,8 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
-FREE_ON_RESUME = (
-    *("steps", "world_size", "tp", "sequence_parallel", "zero_stage", "offload", "recompute", *SAVING),
-    *("guard", "max_rollbacks", "spike"),
-)
+LAYOUT = ("tp", "pp", "schedule", "sequence_parallel", "zero_stage", "offload", "recompute")
+FREE_ON_RESUME = ("steps", "world_size", *LAYOUT, *SAVING, "guard", "max_rollbacks", "spike")
 
 
 @dataclass(frozen=True)
@@ -78,21 +76,21 @@ def _take_launcher(given: dict[str, Any], launched_ranks: int | None) -> None:
         raise UsageError(f"world_size is {asked}, but should be {launched_ranks}, the ranks that the launcher started")
 
 
-def _take_replicas(given: dict[str, Any], dp: int | None, tp: int) -> None:
-    """The world size that `dp` replicas of the model need, of `tp` ranks each unless that is given."""
+def _take_replicas(given: dict[str, Any], dp: int | None, usual: TrainConfig) -> None:
+    """The world size that `dp` replicas of the model need, each of as many ranks as are given, or usual."""
     if dp is None:
         return
     if dp < 1:
         raise UsageError(f"dp is {dp}, but should be a whole number of at least 1")
-    wanted = dp * given.get("tp", tp)
+    wanted = dp * given.get("tp", usual.tp) * given.get("pp", usual.pp)
     asked = given.setdefault("world_size", wanted)
     if asked != wanted:
-        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp")
+        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp * pp")
 
 
 def _fresh(given: dict[str, Any], dp: int | None) -> tuple[TrainConfig, int]:
     """A run from step 0. Half of it lies before the checkpoint, unless asked otherwise."""
-    _take_replicas(given, dp, TrainConfig.tp)
+    _take_replicas(given, dp, TrainConfig())
     text = given.get("text")
     if text is not None and given.setdefault("vocab", BYTE_VOCAB) < BYTE_VOCAB:
         wanted = f"at least {BYTE_VOCAB}, as the tokens of a text are its bytes"
@@ -109,12 +107,12 @@ def _continued(given: dict[str, Any], dp: int | None, source: Path) -> tuple[Tra
     What is not given of the layout stays as it was.
     """
     saved, start = _saved_run(source)
-    _take_replicas(given, dp, saved.tp)
-    axes = {name: given.get(name, getattr(saved, name)) for name in ("world_size", "tp")}
-    if axes != {name: getattr(saved, name) for name in axes}:
+    _take_replicas(given, dp, saved)
+    layout = {name: given[name] for name in ("world_size", *LAYOUT) if name in given}
+    if any(value != getattr(saved, name) for name, value in layout.items()):
         from minigpt_dist.worker import resized  # here: torch, which fresh runs leave to the rank server
 
-        saved = resized(saved, **axes)
+        saved = resized(saved, **{"world_size": saved.world_size, **layout})
     free = (*FREE_ON_RESUME, "text") if saved.text is not None else FREE_ON_RESUME  # the file may have moved
     for name, value in given.items():
         kept = getattr(saved.model if hasattr(saved.model, name) else saved, name)

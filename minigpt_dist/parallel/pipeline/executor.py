@@ -29,9 +29,9 @@ class Pipeline:
         loss: from the last stage's output and a micro-batch's targets to its mean loss, a scalar.
         shape, dtype: of the tensor that goes from a stage to the next, for one micro-batch.
         peers: the ranks; one for each list of the schedule.
-        shared: the weight that the first and the last stage share (a tied embedding): this rank's copy of it, on all ranks, of which
-            only those two stages' count. Its gradient is summed over both, micro-batch by micro-batch, in the order of one process, which
-            costs a message of its size a micro-batch; one message a step would do for a sum with other bits.
+        shared: the weight that the first and the last stage share (a tied embedding): this rank's copy of it, or where it has neither
+            of those two stages any tensor of its shape and dtype. Its gradient is summed over both, micro-batch by micro-batch, in the
+            order of one process, which costs a message of its size a micro-batch; one message a step would do for a sum with other bits.
 
     Raises ValueError for stages or ranks that are not the schedule's, and for a schedule that would wait for ever.
     After each `step`, `spans` holds when each action ran (seconds of the machine's clock), `cpu_seconds` how long each kept a core busy,
@@ -46,7 +46,7 @@ class Pipeline:
         shape: Sequence[int],
         dtype: torch.dtype,
         peers: Peers,
-        shared: nn.Parameter | None = None,
+        shared: Tensor | None = None,
     ) -> None:
         if len(schedule) != peers.size:
             raise ValueError(f"the schedule is for {len(schedule)} ranks, but should be for the group's {peers.size}")
@@ -62,10 +62,18 @@ class Pipeline:
         self.cpu_seconds: list[float] = []
         self.peak_live = 0
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[float]:
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        *,
+        scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+        before: Callable[[Action], object] = lambda action: None,
+    ) -> list[float]:
         """Forward and backward of all micro-batches; gradients of their mean loss are added to the stages' parameters.
 
         inputs and targets: one tensor a micro-batch; only the first stage's rank uses the one, the last's the other.
+        scaled: what backward begins with in place of each loss (a loss scale). before: told of each action before it is done.
         Returns the micro-batches' losses on the last stage's rank, nothing elsewhere.
         """
         for name, given in (("inputs", inputs), ("targets", targets)):
@@ -78,9 +86,10 @@ class Pipeline:
         for action in self._schedule[self._peers.rank]:
             arrived = mail.receive(action)
             began, busy = time.perf_counter(), time.thread_time()
+            before(action)
             if action.kind == "F":
                 x = arrived if action.stage else inputs[action.micro]
-                outgoing = self._forward(action, x, targets, losses)
+                outgoing = self._forward(action, x, targets, losses, scaled)
                 live[action.stage, action.micro] = x, outgoing
                 self.peak_live = max(self.peak_live, len(live))
             else:
@@ -94,7 +103,14 @@ class Pipeline:
         mail.close()
         return losses
 
-    def _forward(self, action: Action, x: Tensor, targets: Sequence[Tensor], losses: list[float]) -> Tensor:
+    def _forward(
+        self,
+        action: Action,
+        x: Tensor,
+        targets: Sequence[Tensor],
+        losses: list[float],
+        scaled: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """The stage's output, or on the last stage the micro-batch's share of the mean loss."""
         if x.is_floating_point():
             x.requires_grad_()
@@ -103,7 +119,7 @@ class Pipeline:
             return out
         loss = self._loss(out, targets[action.micro])
         losses.append(loss.item())
-        return loss / self._micros
+        return scaled(loss) / self._micros
 
     def _backward(self, action: Action, out: Tensor, grad: Tensor, mail: Mail) -> None:
         """Add the stage's gradients; the shared weight's share of the last stage goes to the first, which adds the two."""
