@@ -19,7 +19,8 @@ from minigpt_dist.cut import Cut
 class Part:
     """One tensor as a rank holds it.
 
-    shape: of the whole. cut: None if the rank holds all of it, else it holds part `index` of `of`.
+    shape: of the whole. index, of: the rank's place among the tensor-parallel ranks, each of which holds one of as many parts, or all of
+    it where `cut` is None.
     tied_to: the unsharded model's parameter of which this is one more use, or, on another pipeline stage, a copy.
 
     ValueError for a cut that is not of this shape.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from minigpt_dist.checkpoint.errors import mismatch
 from minigpt_dist.checkpoint.flat_slice import SLICED_NAMES, find_slices, rank_slice
 from minigpt_dist.checkpoint.folder import open_checkpoint
+from minigpt_dist.checkpoint.manifest import Manifest
 from minigpt_dist.checkpoint.reshard import COUNTS, load_resharded
 from minigpt_dist.checkpoint.shard_file import read_shard
 from minigpt_dist.checkpoint.state import State
@@ -45,15 +45,13 @@ def load_at_layout(src_dir: Path | str, parts: Parts, rank: int, world_size: int
             same, of other bytes; a tensor that the model has and the checkpoint lacks, or the reverse.
     """
     with open_checkpoint(src_dir) as (folder, manifest):
-        if manifest.world_size == world_size:
-            own = read_shard(folder / manifest.shards[rank].file, manifest.shards[rank])
-            if _fits(own, parts):
-                return own
-        states = (read_shard(folder / record.file, record) for record in manifest.shards)
-        first = next(states)
-        if PARTS in first:
+        own = _own(folder, manifest, parts, rank) if manifest.world_size == world_size else None
+        if own is not None:
+            return own
+        states = _Shards(folder, manifest)
+        if states.say_parts:
             with _naming(folder):
-                return relaid(chain([first], states), parts, world_size)
+                return relaid(states, parts, world_size)
     if world_size != parts.data_ranks:
         wanted = f"states that say which parts they hold, to go on in another layout than that of its {manifest.world_size} ranks"
         raise mismatch(folder, wanted, "states that do not")
@@ -67,11 +65,10 @@ def load_whole(src_dir: Path | str) -> State:
         CheckpointError: as `load_at_layout`.
     """
     with open_checkpoint(src_dir) as (folder, manifest):
-        states = (read_shard(folder / record.file, record) for record in manifest.shards)
-        first = next(states)
-        if PARTS in first and manifest.world_size > 1:
+        states = _Shards(folder, manifest)
+        if states.say_parts and manifest.world_size > 1:
             with _naming(folder):
-                return merged(chain([first], states))
+                return merged(states)
     return load_resharded(src_dir, 1)[0]
 
 
@@ -106,6 +103,7 @@ def _joined(states: Iterable[State], wanted: Mapping[str, tuple[int, ...]] | Non
     whole = Whole(wanted)
     for state in states:
         whole.add(state)
+        del state  # before the next one is read
     whole.check()
     return whole
 
@@ -141,18 +139,33 @@ def _cut(whole: Whole, parts: Parts) -> State:
     }
 
 
-def _fits(own: State, parts: Parts) -> bool:
-    """Is a saved state just what a rank that holds `parts` would save?"""
+class _Shards(Iterator[State]):
+    """All ranks' states in order, each read when it is asked for; the first one at once, to see whether states say their parts."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._coming = (read_shard(folder / record.file, record) for record in manifest.shards)
+        self._first: State | None = next(self._coming)
+        self.say_parts = PARTS in self._first
+
+    def __next__(self) -> State:
+        first, self._first = self._first, None
+        return next(self._coming) if first is None else first
+
+
+def _own(folder: Path, manifest: Manifest, parts: Parts, rank: int) -> State | None:
+    """What `rank` has saved, if that is just what a rank that holds `parts` would save."""
+    own = read_shard(folder / manifest.shards[rank].file, manifest.shards[rank])
     totals = [sum(parts.tensors[name].numel for name in names) for names in parts.vectors]
     slices = [rank_slice(parts.data_rank, parts.data_ranks, total) for total in totals]
+    shapes = {name: part.held_shape for name, part in parts.tensors.items()}
     model = own.get("model")
-    return (
+    same = (
         isinstance(model, dict)
         and own.get(PARTS, parts.to_plain()) == parts.to_plain()
-        and {name: tensor.shape for name, tensor in model.items()}
-        == {name: part.held_shape for name, part in parts.tensors.items()}
+        and {name: tensor.shape for name, tensor in model.items()} == shapes
         and list(find_slices(own).values()) == slices
     )
+    return own if same else None
 
 
 @contextmanager

@@ -23,13 +23,8 @@ from minigpt_dist.parts import Part, Parts
 __all__ = ["PARTS", "Whole", "pieces"]
 
 PARTS = "parts"  # where a state says what its rank holds
-SLICE_KEYS = {
-    "offset",
-    "numel",
-    "total",
-    *SLICED_NAMES,
-    COUNTS,
-}  # of an optimizer's shard: all of it is known how to move
+# All that is in an optimizer's shard, and known how to move.
+SLICE_KEYS = {"offset", "numel", "total", *SLICED_NAMES, COUNTS}
 
 
 class Whole:
@@ -45,7 +40,8 @@ class Whole:
         self.counts: dict[str, int] = {}
         self.rest: State = {}
         self.parts: list[Parts] = []
-        self._owners: dict[tuple[str, str], Tensor] = {}  # 1 + the first rank that brought an element; 0: none yet
+        # By kinds and name: 1 + the first rank that brought each element, 0 for none yet.
+        self._owners: dict[tuple[str, ...], Tensor] = {}
         self._slices: dict[tuple[str, int], list[tuple[FlatSlice, int]]] = {}
 
     def add(self, state: State) -> None:
@@ -60,7 +56,7 @@ class Whole:
         for name, part in parts.tensors.items():
             if model[name].shape != part.held_shape:
                 raise ValueError(f"rank {rank}: {name} has shape {tuple(model[name].shape)}, not {(*part.held_shape,)}")
-            self._put("model", parts.origin(name), part, 0, model[name].reshape(-1), rank)
+            self._put(parts.origin(name), part, 0, {"model": model[name].reshape(-1)}, rank)
         group = json.dumps(parts.to_plain(), sort_keys=True)
         for i, (shard, mine) in enumerate(zip(shards, _slices_of(state), strict=True)):
             self._slices.setdefault((group, i), []).append((mine, rank))
@@ -71,7 +67,7 @@ class Whole:
         """ValueError if anything is missing, or was there twice."""
         for (_, i), slices in self._slices.items():
             _check_partition(i, slices)
-        for (kind, name), owners in self._owners.items():
+        for (kind, *_, name), owners in self._owners.items():
             found = int((owners > 0).sum())
             if found < owners.numel():
                 raise ValueError(f"expected all {owners.numel()} elements of {kind} {name}, found {found}")
@@ -89,31 +85,37 @@ class Whole:
                 raise ValueError(f"rank {rank}: {name} has {count} updates, but {known} on another rank")
             self.counts[parts.origin(name)] = known or count
         for name, first, start, stop in pieces(parts, names, mine):
-            for kind in SLICED_NAMES:
-                self._put(kind, parts.origin(name), parts.tensors[name], first, shard[kind][start:stop], rank)
+            values = {kind: shard[kind][start:stop] for kind in SLICED_NAMES}
+            self._put(parts.origin(name), parts.tensors[name], first, values, rank)
 
-    def _put(self, kind: str, name: str, part: Part, first: int, values: Tensor, rank: int) -> None:
-        """Write a rank's `values`, elements from `first` on of its `part` of the tensor `name`, or compare them with what is there."""
+    def _put(self, name: str, part: Part, first: int, values: Mapping[str, Tensor], rank: int) -> None:
+        """Take in, by kind, what a rank holds of the tensor `name`: elements from `first` on of its `part`."""
         if self.wanted is not None and name not in self.wanted:
             return
         if self.wanted is not None and part.shape != self.wanted[name]:
             raise ValueError(
                 f"rank {rank}: the whole {name} has shape {part.shape}, but should have {self.wanted[name]}"
             )
-        whole = self.tensors.setdefault(kind, {}).setdefault(name, torch.zeros(part.shape, dtype=values.dtype))
-        if whole.shape != part.shape or whole.dtype != values.dtype:
-            seen, first_seen = (tuple(part.shape), values.dtype), (tuple(whole.shape), whole.dtype)
-            raise ValueError(f"rank {rank}: {kind} {name} is {seen}, but {first_seen} on the ranks before")
-        owners = self._owners.setdefault((kind, name), torch.zeros(whole.numel(), dtype=torch.int32))
-        places = _places(part)[first : first + len(values)]
-        values, places = values[places >= 0], places[places >= 0]
-        old, before = whole.view(-1)[places], owners[places]
-        differs = (before > 0) & (_rows(old) != _rows(values)).any(1)
-        if differs.any():
-            other = int(before[differs][0]) - 1
-            raise ValueError(f"expected the same bytes of {kind} {name} on ranks {other} and {rank}, which differ")
-        whole.view(-1)[places] = values
-        owners[places] = torch.where(before > 0, before, rank + 1)
+        places = _places(part)[first : first + len(next(iter(values.values())))]
+        own, at = places >= 0, places[places >= 0]
+        owners = self._owners.setdefault((*values, name), torch.zeros(part.shape, dtype=torch.int32).view(-1))
+        for kind, flat in values.items():
+            whole = self.tensors.setdefault(kind, {}).setdefault(name, torch.zeros(part.shape, dtype=flat.dtype))
+            if whole.shape != part.shape or whole.dtype != flat.dtype:
+                seen, known = f"{part.shape} of {flat.dtype}", f"{tuple(whole.shape)} of {whole.dtype}"
+                raise ValueError(f"rank {rank}: {kind} {name} is {seen}, but {known} on the ranks before")
+            _write(whole.view(-1), at, flat[own], owners, rank, f"{kind} {name}")
+        owners[at] = torch.where(owners[at] > 0, owners[at], rank + 1)
+
+
+def _write(whole: Tensor, at: Tensor, flat: Tensor, owners: Tensor, rank: int, what: str) -> None:
+    """Put `flat` into places `at` of the whole. ValueError if a rank before has put other bytes there."""
+    before = owners[at]
+    differs = (before > 0) & (_rows(whole[at]) != _rows(flat)).any(1)
+    if differs.any():
+        other = int(before[differs][0]) - 1
+        raise ValueError(f"expected the same bytes of {what} on ranks {other} and {rank}, which differ")
+    whole[at] = flat
 
 
 def pieces(parts: Parts, names: tuple[str, ...], mine: FlatSlice) -> Iterator[tuple[str, int, int, int]]:

@@ -24,13 +24,14 @@ def parts_of(model: nn.Module, optimizer: ZeroOptimizer, tied: Mapping[str, str]
     """
     cuts, tensors, first = cuts_of(model), model.state_dict(keep_vars=True), dict[int, str]()
     parts: dict[str, Part] = {}
+    axis = next((axis for _, axis in cuts.values()), None)
+    index, of = (0, 1) if axis is None else (axis.rank, axis.size)
     for name, tensor in tensors.items():
         origin = first.setdefault(id(tensor), name)
         tied_to = (tied or {}).get(origin, origin)
-        shape, cut, index, of = [*tensor.shape], None, 0, 1
-        if name in cuts:
-            cut, axis = cuts[name]
-            shape[cut.dim], index, of = cut.length, axis.rank, axis.size
+        shape, cut = [*tensor.shape], cuts[name][0] if name in cuts else None
+        if cut is not None:
+            shape[cut.dim] = cut.length
         parts[name] = Part(tuple(shape), cut, index, of, None if tied_to == name else tied_to)
     vectors = tuple(tuple(first[id(p)] for p in shard.flat.params) for shard in optimizer.shards)
     return Parts(parts, vectors, optimizer.rank, optimizer.world_size)
