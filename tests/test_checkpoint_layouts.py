@@ -14,13 +14,17 @@ import torch
 from checkpoint_cases import canonical
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peak_memory import Peak
 from torch import Tensor
 
 from minigpt_dist.checkpoint import (
+    AsyncSaver,
     CheckpointError,
+    SecondTier,
     export_dcp,
     export_safetensors,
     import_dcp,
+    latest_step_folder,
     load_at_layout,
     load_resharded,
     load_whole,
@@ -467,3 +471,27 @@ def test_a_state_that_went_through_torchs_format_goes_on_at_any_layout(tmp_path:
 def test_the_whole_of_one_ranks_checkpoint_is_its_state(tmp_path: Path) -> None:
     save_sharded(states_by_hand(MODEL, ONE), tmp_path, 10)
     assert canonical(load_whole(tmp_path)) == canonical(states_by_hand(MODEL, ONE)[0])
+
+
+def test_what_was_saved_in_the_background_or_copied_to_a_second_tier_moves_too(tmp_path: Path) -> None:
+    def write(states: dict[str, Any], step: int) -> None:
+        save_sharded([states[str(rank)] for rank in range(8)], tmp_path / "run", step)
+
+    with AsyncSaver(write) as saver:
+        saver.save({str(rank): state for rank, state in enumerate(CUBE_TIED)}, 10)
+    with SecondTier(tmp_path / "tier") as tier:
+        tier.submit(latest_step_folder(tmp_path / "run"))
+    loaded = load_at_layout(tmp_path / "tier", parts_by_hand(MODEL, ONE, True, (0, 0, 0)), 0, 1)
+    assert canonical(loaded) == canonical(state_by_hand(MODEL, ONE, True, (0, 0, 0)))
+
+
+@pytest.mark.slow  # memory is followed operation by operation
+def test_a_load_holds_one_whole_state_beside_what_it_reads_and_what_it_returns() -> None:
+    layers = tuple(Layer(f"layer.{i}", (100, 50), i % 2) for i in range(40))
+    before, after = Spread(2, 2, tuple(i % 2 for i in range(40))), Spread(4, 2, (0,) * 40)
+    states, P = states_by_hand(layers, before), 40 * 100 * 50
+    with Peak() as seen:
+        own = relaid(states, parts_by_hand(layers, after, False, (0, 1, 1)), 8)
+    mine = 4 * (sum(t.numel() for t in own["model"].values()) + 3 * own["optimizer"]["shards"][0]["numel"])
+    who_brought_it, temporary = 8 * P, 100 * 100 * 50  # of one layer
+    assert 16 * P < seen.most <= 16 * P + mine + who_brought_it + temporary

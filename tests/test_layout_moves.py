@@ -39,15 +39,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-3": {"world_size": 2, "zero_stage": 3},
     "dp 2, tp 2, ZeRO-2, sequence cut": {"world_size": 4, "tp": 2, "zero_stage": 2, "sequence_parallel": True},
 }
-QUICK = [("dp 2, ZeRO-3", "tp 2", False), ("tp 2", "pp 2", True)]
+QUICK = [("dp 2, ZeRO-3", "tp 2", True), ("pp 2", "tp 2", True)]
 MOVES = [
     pytest.param(
         before, after, tied, id=f"{before} to {after}{', tied' * tied}", marks=() if quick else pytest.mark.slow
     )
-    for before in LAYOUTS
-    for after in LAYOUTS
-    for tied in (False, True)
-    if before != after
+    for i, before in enumerate(LAYOUTS)
+    for j, after in enumerate(LAYOUTS)
+    if i != j
+    for tied in [i > j]  # each pair of layouts with both models, one a direction
     for quick in [(before, after, tied) in QUICK]
 ]
 
@@ -128,16 +128,40 @@ def by_name(folder: Path) -> Any:
     return tensors, canonical(rest), whole["step"]
 
 
+def there_and_back(on_ranks: Any, source: Path, here: TrainConfig, there: TrainConfig, folder: Path) -> None:
+    """Reload into the other layout and save it there, and back; both have the bytes of the source."""
+    assert set(on_ranks(reloading_body, there.world_size, there.to_dict(), str(source), str(folder / "there"))) == {2}
+    assert by_name(folder / "there") == by_name(source)
+    on_ranks(reloading_body, here.world_size, here.to_dict(), str(folder / "there"), str(folder / "back"))
+    first, back = (without_rng(load_sharded(each, here.world_size)) for each in (source, folder / "back"))
+    assert canonical(back) == canonical(first)
+
+
 @pytest.mark.parametrize(("before", "after", "tied"), MOVES)
 def test_a_checkpoint_moves_there_and_back_with_its_bytes_and_trains_on_there(
     before: str, after: str, tied: bool, on_ranks: Any, unbroken: Any, tmp_path: Path
 ) -> None:
     (source, expected), here, there = unbroken(before, tied), config_of(before, tied), config_of(after, tied)
-    assert set(on_ranks(reloading_body, there.world_size, there.to_dict(), str(source), str(tmp_path / "there"))) == {2}
-    assert by_name(tmp_path / "there") == by_name(source)
-    on_ranks(reloading_body, here.world_size, here.to_dict(), str(tmp_path / "there"), str(tmp_path / "back"))
-    first, back = (without_rng(load_sharded(folder, here.world_size)) for folder in (source, tmp_path / "back"))
-    assert canonical(back) == canonical(first)
+    there_and_back(on_ranks, source, here, there, tmp_path)
     arguments = (there.to_dict(), str(tmp_path), True, [], "cpu", str(source))
     on = losses(on_ranks(rank_body, there.world_size, *arguments), 2)
     assert on == pytest.approx(expected, abs=LOSS)
+
+
+@pytest.mark.slow  # a run each
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16", "loss_scale": 2.0**40},  # the first steps overflow
+        {"dtype": "bfloat16"},
+        {"offload": "disk"},
+        {"recompute": True, "model": replace(MODEL, dropout=0.1)},
+        {"guard": "skip", "spike": 1.0001},
+    ],
+    ids=str,
+)
+def test_what_else_a_state_holds_moves_too(changes: dict[str, Any], on_ranks: Any, tmp_path: Path) -> None:
+    here, there = (replace(config_of(layout, True), **changes) for layout in ("dp 2, tp 2", "tp 2, pp 2, interleaved"))
+    (tmp_path / "run").mkdir()
+    on_ranks(rank_body, 4, here.to_dict(), str(tmp_path / "run"), False, [], "cpu")
+    there_and_back(on_ranks, tmp_path / "run", here, there, tmp_path)
