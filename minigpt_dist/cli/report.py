@@ -122,7 +122,8 @@ def print_claims(console: Console, claims: list[Claim], config: TrainConfig, com
             mark, style = "reported, not judged", "yellow"
         console.print(f"({claim.letter}) [{style}]{mark}[/]: ", end="")
         if claim.violations:
-            shown = claim.violations[0].render(claim.check, minigpt_dist.__name__, config.world_size, tp=config.tp)
+            found, ours = claim.violations[0], minigpt_dist.__name__
+            shown = found.render(claim.check, ours, config.world_size, tp=config.tp, pp=config.pp)
             say(
                 console, f"{shown.rpartition(chr(10))[0]}\nreplay: minigpt-dist {command}"
             )  # this run, not the default one

@@ -85,10 +85,10 @@ def _take_replicas(given: dict[str, Any], dp: int | None) -> None:
         return
     if dp < 1:
         raise UsageError(f"dp is {dp}, but should be a whole number of at least 1")
-    wanted = dp * given.get("tp", 1)
+    wanted = dp * given.get("tp", 1) * given.get("pp", 1)
     asked = given.setdefault("world_size", wanted)
     if asked != wanted:
-        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp")
+        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp * pp")
 
 
 def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:

@@ -14,7 +14,7 @@ from minigpt_dist.cli.settings import BACKENDS, DEVICES, read_settings
 from minigpt_dist.cli.usage import number, pair, whole
 from minigpt_dist.config import DTYPES, GUARDS, REDUCTIONS, ModelConfig, TrainConfig
 from minigpt_dist.launch.client import prepare
-from minigpt_dist.layout import OFFLOADS
+from minigpt_dist.layout import CHUNKS, OFFLOADS
 
 NAME = "train"
 HELP = "train the tiny GPT on 4 ranks and prove the composition: loss, norms, bytes, resume"
@@ -43,11 +43,13 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
         "checkpoint_step": "step to save after; 0 for none (half of the steps)",
         "checkpoint_every": "save after every N steps too",
         "tp": f"ranks that share each layer: tensor parallelism ({run.tp})",
-        "dp": "replicas of the model (world_size / tp)",
+        "pp": f"ranks that share the layers out: pipeline parallelism ({run.pp})",
+        "dp": "replicas of the model (world_size / (tp * pp))",
         "max_rollbacks": f"bad steps to go back from before giving up ({run.max_rollbacks})",
     }
     for name, text in helps.items():
         add(_option(name), type=whole(name), metavar="N", help=text)
+    add("--schedule", metavar="KIND", help=f"of the pipeline: {', '.join(CHUNKS)} ({run.schedule})")
     add("--sequence-parallel", action="store_true", default=None, help="with --tp, cut the sequence outside of it too")
     add("--recompute", action="store_true", default=None, help="compute a block's activations again in backward")
     stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
