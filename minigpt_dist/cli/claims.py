@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
 FREE_FOR_FALL = (
-    *("tp", "pp", "schedule", "sequence_parallel", "recompute", "zero_stage", "offload"),
+    *("tp", "pp", "schedule", "sequence_parallel", "recompute", "zero_stage", "offload", "overlap"),
     *("world_size", "steps", "seed", "micro_batches", "dtype", "reduction", "guard", "max_rollbacks", "spike"),
     *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
 )

@@ -19,6 +19,8 @@ from minigpt_dist.checkpoint.manifest import SCHEMA
 from minigpt_dist.cli.claims import Claim, ranks
 from minigpt_dist.cli.job import Job
 from minigpt_dist.config import TrainConfig
+from minigpt_dist.overlap import chart, overlap_of
+from minigpt_dist.trace import Trace
 
 if TYPE_CHECKING:
     from minigpt_dist.cli.training import Outcome
@@ -72,6 +74,23 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
         facts = f"step {manifest.step}, world size {manifest.world_size}, schema {SCHEMA['name']} {SCHEMA['version']}"
         _title(console, f"Checkpoint manifest ({facts})")
         console.print(_shards(console, manifest))
+
+
+def print_timeline(console: Console, trace: Trace) -> None:
+    """The last step as a chart, and how much of each rank's communication was hidden under computing."""
+    records = trace.at(trace.steps[-1])
+    _title(
+        console, f"Step {trace.steps[-1]} (F forward, B backward, U update; = an exchange under way, w a wait for one)"
+    )
+    say(console, chart(records))
+    made = table(console, "rank", "step ms", "exchanges", "under way ms", "waited ms", "hidden ms", "hidden", left=1)
+    for record in records:
+        found = overlap_of(record)
+        times = (found.length, found.under_way, found.waited, found.hidden)
+        whole, *rest = (f"{1e3 * each:.2f}" for each in times)
+        share = f"{found.hidden / found.under_way:.0%}" if found.under_way else ""
+        made.add_row(str(record.rank), whole, str(found.calls), *rest, share)
+    console.print(made)
 
 
 def _clipping(outcome: Outcome) -> str:

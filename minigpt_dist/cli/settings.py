@@ -20,14 +20,16 @@ BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
 FREE_ON_RESUME = (
-    *("steps", "world_size", "zero_stage", "offload", "recompute", *SAVING),
+    *("steps", "world_size", "zero_stage", "offload", "recompute", "overlap", *SAVING),
     *("guard", "max_rollbacks", "spike"),
 )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay."""
+    """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay.
+
+    timeline: keep when what was computed and exchanged, and show the last step."""
 
     config: TrainConfig
     device: str
@@ -36,6 +38,7 @@ class Settings:
     out: Path | None = None
     source: Path | None = None
     start: int = 0
+    timeline: bool = False
 
 
 def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Settings:
@@ -62,7 +65,7 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
         raise UsageError(f"checkpoint_step is {config.checkpoint_step}, but should be {wanted}")
     _check_text(config)
     out = None if args.out is None else checked_out(Path(args.out))
-    return Settings(config, args.device, args.backend, deadline_s, out, source, start)
+    return Settings(config, args.device, args.backend, deadline_s, out, source, start, args.timeline)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

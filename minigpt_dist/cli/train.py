@@ -55,6 +55,8 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
     add("--zero", dest="zero_stage", type=whole("zero_stage"), metavar="STAGE", help=stages)
     add("--offload", metavar="WHERE", help=f"the optimizer's shard: {', '.join(OFFLOADS)} ({run.offload})")
+    help_off = "wait for each exchange, in place of computing meanwhile"
+    add("--no-overlap", dest="overlap", action="store_false", default=None, help=help_off)
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
     add(
         "--loss-scale",
@@ -74,6 +76,7 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     add("--spike", type=number("spike"), metavar="X", help=f"a loss above X times the last is bad ({run.spike:g})")
     add("--text", metavar="FILE", help="train on the bytes of a file, in place of the made corpus")
     add("--plan", metavar="FILE", help="model, ranks and batch as `minigpt-dist plan --out FILE` has chosen them")
+    add("--timeline", action="store_true", help="show who computed and exchanged what when, in the last step")
     add("--out", metavar="DIR", help="keep checkpoint, trace.jsonl and live metrics in this new folder")
     add("--resume", metavar="DIR", help="go on from the latest checkpoint of the run that was kept in DIR")
 
