@@ -70,6 +70,7 @@ class TrainConfig:
     zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
     max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
     offload: where the optimizer's shard lives: "none" is with the parameters, "memory" the host's, "disk" a file. The numbers are the same.
+    overlap: do ranks exchange while they compute, in ZeRO's stages 2 and 3 and in a pipeline? The numbers are the same.
     """
 
     world_size: int = 4
@@ -99,6 +100,7 @@ class TrainConfig:
     zero_stage: int = 1
     max_norm: float = 0.0
     offload: str = "none"
+    overlap: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:

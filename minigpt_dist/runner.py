@@ -6,6 +6,7 @@ to `worker.py` (this package's own) and to the judge (another implementation's):
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -128,11 +129,11 @@ class Worker:
             make_optimizer=self._make_optimizer,
             restore=self._restore,
             batches=self._batches,
-            loss_of=lambda model, x, y: self.pieces.loss(model, self.pieces.forward(model, x), y),
+            loss_of=self._forward,
             backward=self._backward,
             save=self._save,
             observe=self._observe,
-            add_gradients=self.pieces.add_gradients,
+            add_gradients=self._add_gradients,
             guard=self._guard,
         )
         incidents = [] if self.rescue is None else [str(incident) for incident in self.rescue.guard.incidents]
@@ -167,7 +168,14 @@ class Worker:
             self._last = m == self.config.micro_batches - 1
             yield x, y
 
+    def _forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        began = time.perf_counter()
+        loss = self.pieces.loss(model, self.pieces.forward(model, x), y)
+        self.recorder.computed("F", began, time.perf_counter())
+        return loss
+
     def _backward(self, loss: Tensor, optimizer: Any) -> None:
+        began = time.perf_counter()
         with nullcontext() if self._last else self.pieces.accumulating(optimizer):
             scaler = getattr(optimizer, "scaler", None)
             loss = loss if scaler is None else scaler.scaled(loss)
@@ -177,13 +185,22 @@ class Worker:
             else:
                 (loss / self.config.micro_batches).backward()
         self.pieces.after_backward(self.model)
+        self.recorder.computed("B", began, time.perf_counter())
+
+    def _add_gradients(self, model: nn.Module, *rest: Any) -> list[float]:
+        losses = self.pieces.add_gradients(model, *rest)
+        for span in getattr(model, "spans", ()):  # of a pipeline's stages
+            self.recorder.computed(str(span.action), span.start, span.end)
+        return losses
 
     def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:
         due = self.cadence.due(step)
         if step != self.config.checkpoint_step and not due:
             return
         self.snapshot, self.saved = state_digests(self._write(step, model, optimizer)), step
-        if self.config.tp * self.config.pp > 1:  # the state has this rank's part of the parameters, a record all of them
+        if (
+            self.config.tp * self.config.pp > 1
+        ):  # the state has this rank's part of the parameters, a record all of them
             self.snapshot |= {f"model.{name}": value for name, value in self.recorder.records[-1].params.items()}
 
     def _write(self, step: int, model: nn.Module, optimizer: Any) -> State:

@@ -73,6 +73,7 @@ def _own_optimizer(
         model_axis=model_axis,
         scaler=LossScaler(config.loss_scale) if config.dtype == "float16" else None,
         stage=config.zero_stage,
+        overlap=config.overlap,
         offload=None if config.offload == "none" else Offload(config.offload, folder),
     )
 
@@ -117,7 +118,7 @@ def _cut_model(sizes: ModelConfig, config: TrainConfig, mesh: Mesh) -> MiniGPT |
     schedule = pipeline_schedule(config.schedule, config.pp, config.micro_batches, CHUNKS[config.schedule])
     cuts = layer_cuts(ModelShape(sizes), config.layout)
     parts = config.tp if config.sequence_parallel else 1
-    return StagedGPT(model, cuts, schedule, _loss_of(config), stages, sequence_parts=parts)
+    return StagedGPT(model, cuts, schedule, _loss_of(config), stages, sequence_parts=parts, overlap=config.overlap)
 
 
 def _loss_of(config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:

@@ -19,13 +19,15 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
-LAYOUT = ("tp", "pp", "schedule", "sequence_parallel", "zero_stage", "offload", "recompute")
+LAYOUT = ("tp", "pp", "schedule", "sequence_parallel", "zero_stage", "offload", "recompute", "overlap")
 FREE_ON_RESUME = ("steps", "world_size", *LAYOUT, *SAVING, "guard", "max_rollbacks", "spike")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay."""
+    """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay.
+
+    timeline: keep when what was computed and exchanged, and show the last step."""
 
     config: TrainConfig
     device: str
@@ -34,6 +36,7 @@ class Settings:
     out: Path | None = None
     source: Path | None = None
     start: int = 0
+    timeline: bool = False
 
 
 def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Settings:
@@ -59,7 +62,7 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
         raise UsageError(f"checkpoint_step is {config.checkpoint_step}, but should be {wanted}")
     _check_text(config)
     out = None if args.out is None else checked_out(Path(args.out))
-    return Settings(config, args.device, args.backend, deadline_s, out, source, start)
+    return Settings(config, args.device, args.backend, deadline_s, out, source, start, args.timeline)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

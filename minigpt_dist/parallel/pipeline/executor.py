@@ -32,6 +32,7 @@ class Pipeline:
         shared: the weight that the first and the last stage share (a tied embedding): this rank's copy of it, or where it has neither
             of those two stages any tensor of its shape and dtype. Its gradient is summed over both, micro-batch by micro-batch, in the
             order of one process, which costs a message of its size a micro-batch; one message a step would do for a sum with other bits.
+        overlap: is what the next action needs received while one computes? Sends never wait.
 
     Raises ValueError for stages or ranks that are not the schedule's, and for a schedule that would wait for ever.
     After each `step`, `spans` holds when each action ran (seconds of the machine's clock), `cpu_seconds` how long each kept a core busy,
@@ -47,6 +48,7 @@ class Pipeline:
         dtype: torch.dtype,
         peers: Peers,
         shared: Tensor | None = None,
+        overlap: bool = True,
     ) -> None:
         if len(schedule) != peers.size:
             raise ValueError(f"the schedule is for {len(schedule)} ranks, but should be for the group's {peers.size}")
@@ -55,7 +57,7 @@ class Pipeline:
             raise ValueError(f"stages are {sorted(stages)}, but should be {own}, rank {peers.rank}'s in the schedule")
         simulate(schedule)
         self._stages, self._schedule, self._loss, self._peers = dict(stages), schedule, loss, peers
-        self._shape, self._dtype = tuple(shape), dtype
+        self._shape, self._dtype, self._overlap = tuple(shape), dtype, overlap
         self._last, self._micros = stages_of(schedule) - 1, micros_of(schedule)
         self._shared = shared if self._last else None  # within one stage autograd adds the two gradients itself
         self.spans: list[Span] = []
@@ -83,8 +85,11 @@ class Pipeline:
         live: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         losses: list[float] = []
         self.spans, self.cpu_seconds, self.peak_live = [], [], 0
-        for action in self._schedule[self._peers.rank]:
+        actions = self._schedule[self._peers.rank]
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
             arrived = mail.receive(action)
+            if following is not None and self._overlap:
+                mail.expect(following)
             began, busy = time.perf_counter(), time.thread_time()
             before(action)
             if action.kind == "F":

@@ -21,6 +21,7 @@ from minigpt_dist.parallel.p2p.peers import Peers
 from minigpt_dist.parallel.pipeline.cut import layers_of
 from minigpt_dist.parallel.pipeline.executor import Pipeline
 from minigpt_dist.parallel.pipeline.schedule import Action, Schedule
+from minigpt_dist.parallel.pipeline.timeline import Span
 
 Pair = tuple[Tensor, Tensor]
 STREAMS = 2**20  # more than there are layers: each layer of each micro-batch has a stream of its own
@@ -65,6 +66,7 @@ class StagedGPT(nn.Module):
         group: Group = None,
         *,
         sequence_parts: int = 1,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
         N, rank = world(group)
@@ -83,9 +85,15 @@ class StagedGPT(nn.Module):
         self._tied = model.tok_embed.weight.shape if model.head.weight is model.tok_embed.weight else None
         self._cuts = list(cuts)
         self._schedule, self._group, self._parts = schedule, group, sequence_parts
+        self._overlap = overlap
         self._loss = partial(loss, self)
         self._width, self._pipe = model.tok_embed.weight.shape[1], cast(Pipeline | None, None)
         self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each action of the last step ran."""
+        return [] if self._pipe is None else self._pipe.spans
 
     @property
     def copies(self) -> list[nn.Parameter]:
@@ -126,7 +134,7 @@ class StagedGPT(nn.Module):
         if self._tied:
             ends: list[Tensor] = [cast(nn.Parameter, self.tok_embed.weight)] if self.has_embedding else [*self.copies]
             shared = ends[0] if ends else own.view(-1)[:1].expand(self._tied)
-        return Pipeline(self._stages, self._schedule, self._loss, shape, own.dtype, Peers(self._group), shared)
+        return Pipeline(self._stages, self._schedule, self._loss, shape, own.dtype, Peers(self._group), shared, self._overlap)
 
     def joined(
         self, named: Iterable[tuple[str, Tensor]], whole: Sequence[tuple[str, Tensor]]
