@@ -210,6 +210,12 @@ def test_joined_on_one_rank_and_cut_again_is_what_was(data: st.DataObject, layer
     assert canonical(again) == canonical(states)
 
 
+@pytest.mark.parametrize("vectors", [(("w", "w"),), (("w",), ("w",)), (("w",), ()), (("v",),)])
+def test_a_parameter_lies_in_one_vector_and_a_vector_has_one(vectors: tuple[tuple[str, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="vectors are"):
+        Parts({"w": Part((2,))}, vectors)
+
+
 MODEL = (
     Layer("tok_embed.weight", (7, 4), 0),  # seven rows: two ranks pad one
     Layer("blocks.0.ln.weight", (4,)),
@@ -247,6 +253,39 @@ def test_another_layout_of_as_many_ranks_is_not_taken_for_the_one_that_wrote(tmp
     for rank, place in ((1, (0, 0, 1)), (6, (0, 3, 0))):
         loaded = load_at_layout(tmp_path, parts_by_hand(MODEL, swapped, True, place), rank, 8)
         assert canonical(loaded) == canonical(state_by_hand(MODEL, swapped, True, place))
+
+
+def test_a_tied_weight_of_two_stages_is_one_parameter_of_the_whole() -> None:
+    whole = merged(CUBE_TIED)
+    assert [sorted(vector) for vector in whole["parts"]["vectors"]] == [sorted(layer.name for layer in MODEL)]
+    assert list(whole["model"]).count("again") == 1
+
+
+def test_the_order_of_ranks_is_that_which_states_say_not_that_of_files(tmp_path: Path) -> None:
+    save_sharded([CUBE_TIED[rank] for rank in (1, 0, 3, 2, 5, 4, 7, 6)], tmp_path, 10)
+    for rank in (0, 5):
+        loaded = load_at_layout(tmp_path, parts_by_hand(MODEL, CUBE, True, places(CUBE)[rank]), rank, 8)
+        assert canonical(loaded) == canonical(CUBE_TIED[rank])
+
+
+def test_slices_of_another_cut_are_made_even_at_the_same_layout(tmp_path: Path) -> None:
+    two = Spread(2, 1, (0,) * 5)
+    states = states_by_hand(MODEL, two)
+    first, second = shard(states, 0), shard(states, 1)
+    for kind in KINDS[1:]:
+        flat = torch.cat([first[kind], second[kind]])
+        first[kind], second[kind] = flat[:7], flat[7:]
+    first["numel"], second["offset"], second["numel"] = 7, 7, first["total"] - 7
+    save_sharded(states, tmp_path, 10)
+    loaded = [load_at_layout(tmp_path, parts_by_hand(MODEL, two, False, place), place[1], 2) for place in places(two)]
+    assert canonical(loaded) == canonical(states_by_hand(MODEL, two))
+
+
+def test_a_random_stream_belongs_to_its_layout_even_where_the_slice_is_the_same(tmp_path: Path) -> None:
+    one = (Layer("w", (1,)),)
+    save_sharded([{**state, "rng": torch.ones(1)} for state in states_by_hand(one, Spread(2, 1, (0,)))], tmp_path, 10)
+    three = Spread(3, 1, (0,))
+    assert load_at_layout(tmp_path, parts_by_hand(one, three, False, (0, 0, 0)), 0, 3)["rng"] is None
 
 
 def test_no_two_saved_states_are_in_memory_at_once() -> None:
@@ -324,6 +363,10 @@ WRONG: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
     "a tensor part that nobody says to hold": (
         lambda s: [part_of(s, r, "tok_embed.weight").update(index=0) for r in (1, 3)],
         "expected the same bytes of model tok_embed.weight on ranks 0 and 1, which differ",
+    ),
+    "one side of each cut that is missing": (
+        lambda s: s.__setitem__(slice(None), s[::2]),
+        "expected all 28 elements of model tok_embed.weight, found 16",
     ),
     "a slice twice": (lambda s: two_copies_of(s, 0, 2), "vector 0: expected a slice at offset "),
     "a slice too short": (lambda s: shard(s, 2).update(numel=3), "vector 0: expected slices of 36 elements, found 21"),
@@ -452,10 +495,11 @@ def test_the_plain_loader_refuses_what_is_cut_along_other_axes(tmp_path: Path) -
 
 
 def test_the_exported_model_is_whole_whatever_the_layout(tmp_path: Path) -> None:
-    save_sharded(states_by_hand(MODEL, CUBE), tmp_path / "run", 10)
+    save_sharded(CUBE_TIED, tmp_path / "run", 10)
     written = export_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
     whole = whole_of(MODEL, "model")
-    assert canonical({name: written[name] for name in whole}) == canonical(whole)
+    expected = {**whole, "again": whole["tok_embed.weight"]}
+    assert canonical({name: written[name] for name in expected}) == canonical(expected)
 
 
 @pytest.mark.slow  # torch's package takes a second to import
