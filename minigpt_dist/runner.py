@@ -27,6 +27,7 @@ from minigpt_dist.loss import next_token_loss
 from minigpt_dist.memory import baseline
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.mesh import coordinates_of
+from minigpt_dist.parts import Parts
 from minigpt_dist.recorder import ALL, Recorder, whole_parameters
 from minigpt_dist.rescue import Rescue, place, whole_gradients
 from minigpt_dist.trace import Record, state_digests, to_line
@@ -43,7 +44,9 @@ class Pieces:
     broadcast: Callable[[nn.Module], object]
     optimizer: Callable[[nn.Module, TrainConfig, int, int], Any]
     save: Callable[[State, Path, int, TrainConfig], object]
-    load: Callable[[Path, int, int], State]
+    load: Callable[
+        ..., State
+    ]  # of (folder, world size, rank), and the `parts` that the rank is to hold, where they are known
     forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(
         ids
     )  # through a data-parallel wrapper, if any
@@ -59,6 +62,9 @@ class Pieces:
     )
     accumulating: Callable[[Any], AbstractContextManager[object]] = (
         nullcontext  # of the optimizer: all backwards of a step but the last run inside
+    )
+    parts: Callable[[nn.Module, Any], Parts] | None = (
+        None  # of model and optimizer: what a rank holds, for checkpoints that go on at other layouts
     )
     gradients: Callable[[nn.Module, Any], Iterable[Tensor]] = lambda model, optimizer: whole_gradients(
         model
@@ -141,12 +147,12 @@ class Worker:
     def _restore(self, model: nn.Module, optimizer: Any) -> int:
         if not self.resume:
             return 0
-        return self._put_back(
-            self.pieces.load(self.source or self.folder, self.config.world_size, self.rank), model, optimizer
-        )
+        return self._put_back(self.source or self.folder, model, optimizer)
 
-    def _put_back(self, state: State, model: nn.Module, optimizer: Any) -> int:
-        """Restore a state of this run, and what its data had passed over by then; the step it was taken at."""
+    def _put_back(self, source: Path, model: nn.Module, optimizer: Any) -> int:
+        """Restore the newest checkpoint in `source`, and what its data had passed over by then; the step it was taken at."""
+        held = {} if self.pieces.parts is None else {"parts": self.pieces.parts(model, optimizer)}
+        state = self.pieces.load(source, self.config.world_size, self.rank, **held)
         self.skipped[:] = sorted({*self.skipped, *state.get("skipped", [])})
         with self.pieces.gathered(optimizer):
             return restore_state(state, model, optimizer)
@@ -203,7 +209,8 @@ class Worker:
             state = capture(step, model, optimizer)
         if self.skipped:
             state["skipped"] = list(self.skipped)
-        self.pieces.save(state, self.folder, step, self.config)
+        held = {} if self.pieces.parts is None else {"parts": self.pieces.parts(model, optimizer).to_plain()}
+        self.pieces.save({**state, **held}, self.folder, step, self.config)
         return state
 
     def _guard(self, model: nn.Module, optimizer: Any) -> Guarding:
@@ -216,7 +223,7 @@ class Worker:
 
     def _go_back(self, model: nn.Module, optimizer: Any) -> int:
         """Restore the newest checkpoint of this run, and forget what was recorded since; its step."""
-        step = self._put_back(self.pieces.load(self.folder, self.config.world_size, self.rank), model, optimizer)
+        step = self._put_back(self.folder, model, optimizer)
         self.recorder.rewind(step)
         return step
 

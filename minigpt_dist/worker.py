@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minigpt_dist.checkpoint import load_resharded, load_sharded, save_shard
+from minigpt_dist.checkpoint import load_at_layout, load_resharded, save_shard
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.corpus import make_corpus, read_text
 from minigpt_dist.layout import CHUNKS
@@ -26,12 +26,14 @@ from minigpt_dist.parallel.ddp import broadcast_parameters
 from minigpt_dist.parallel.mesh import Mesh
 from minigpt_dist.parallel.model_axis import ModelAxis
 from minigpt_dist.parallel.offload import Offload
+from minigpt_dist.parallel.parts import parts_of
 from minigpt_dist.parallel.pipeline.schedule import pipeline_schedule
 from minigpt_dist.parallel.pipeline.staged import Pair, StagedGPT
 from minigpt_dist.parallel.precision import LossScaler
 from minigpt_dist.parallel.recompute import recompute_blocks
 from minigpt_dist.parallel.tensor import replicated_parameters, tensor_parallel, token_loss, whole
 from minigpt_dist.parallel.zero import ZeroOptimizer
+from minigpt_dist.parts import Parts
 from minigpt_dist.planner.shape import ModelShape
 from minigpt_dist.planner.stages import layer_cuts
 from minigpt_dist.runner import Pieces, State, Worker
@@ -82,8 +84,10 @@ def _own_save(state: State, folder: Path, step: int, config: TrainConfig) -> obj
     return save_shard(state, folder, step, rank=rank, world_size=N, exchange=exchange, meta=meta)
 
 
-def _own_load(folder: Path, world_size: int, rank: int) -> State:
-    """Load at the same world size, or cut the saved shards anew for this one."""
+def _own_load(folder: Path, world_size: int, rank: int, parts: Parts | None = None) -> State:
+    """This rank's state from a checkpoint of any layout; of any world size, for an optimizer that says nothing of parts."""
+    if parts is not None:
+        return load_at_layout(folder, parts, rank, world_size)
     states: list[State] = load_resharded(folder, world_size)
     return states[rank]
 
@@ -94,6 +98,7 @@ OURS = replace(
     PLAIN,
     gathered=lambda optimizer: optimizer.gathered(),
     accumulating=lambda optimizer: optimizer.no_sync(),
+    parts=parts_of,
     gradients=lambda model, optimizer: () if optimizer.scaler else optimizer.gradients(),  # overflows are the scaler's
 )
 
@@ -148,7 +153,7 @@ def _cut_pieces(pieces: Pieces, config: TrainConfig, folder: Path) -> Pieces:
         model=lambda sizes: _cut_model(sizes, config, mesh),
         broadcast=lambda module: broadcast_parameters(module, group=data),
         optimizer=optimizer,
-        load=lambda folder, world_size, rank: load_sharded(folder, world_size)[rank],  # of this very layout
+        parts=lambda model, optimizer: parts_of(model, optimizer, model.tied if isinstance(model, StagedGPT) else None),
         loss=_loss_of(config),
         full_parameters=lambda model: _whole_parameters(model, config, shapes),
         add_gradients=pipelined if config.pp > 1 else pieces.add_gradients,
@@ -176,18 +181,19 @@ def rank_body(
     return worker.run()
 
 
-def resized(config: TrainConfig, world_size: int) -> TrainConfig:
-    """The same global batch in the same micro-batches, on another number of ranks. ValueError if it does not divide.
+def resized(config: TrainConfig, world_size: int, **layout: Any) -> TrainConfig:
+    """The same global batch in the same micro-batches, on another number of ranks.
 
-    A run under tensor parallelism goes on where it was: its parameters are cut by it.
+    layout: fields of the configuration that change with it, such as tp and pp; the others stay.
+
+    ValueError if the replicas do not divide the batch, or for a layout that cannot be.
     """
-    if config.tp * config.pp > 1:
-        axes = f"tp is {config.tp} and pp is {config.pp}"
-        raise ValueError(f"world_size is {world_size}, but should be {config.world_size}, as {axes}")
-    total = config.world_size * config.micro_batches
-    if total % world_size:
-        raise ValueError(f"world_size is {world_size}, but should divide the {total} micro-batches of a step")
-    return replace(config, world_size=world_size, micro_batches=total // world_size)
+    total, replica = config.dp * config.micro_batches, layout.get("tp", config.tp) * layout.get("pp", config.pp)
+    replicas, rest = divmod(world_size, replica) if min(world_size, replica) > 0 else (1, 0)
+    if replicas and not rest and total % replicas:
+        counted = "world_size" if replica == 1 else "number of replicas"
+        raise ValueError(f"{counted} is {replicas}, but should divide the {total} micro-batches of a step")
+    return replace(config, world_size=world_size, micro_batches=total // max(replicas, 1), **layout)
 
 
 def mean(values: list[float]) -> float:

@@ -100,6 +100,11 @@ class StagedGPT(nn.Module):
         """Parameters of this rank that another rank of the pipeline has too, and counts."""
         return [cast(nn.Parameter, self.head.weight)] if self._tied and self.has_head else []
 
+    @property
+    def tied(self) -> dict[str, str]:
+        """Name -> the whole model's parameter of which another rank's is the original."""
+        return {"head.weight": "tok_embed.weight"} if self.copies else {}
+
     def add_gradients(
         self, batches: Iterable[Pair], scaled: Callable[[Tensor], Tensor] = lambda loss: loss
     ) -> list[float]:
