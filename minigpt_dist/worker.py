@@ -149,7 +149,8 @@ def resized(config: TrainConfig, world_size: int) -> TrainConfig:
         raise ValueError(f"world_size is {world_size}, but should be {config.world_size}, as tp is {config.tp}")
     total = config.world_size * config.micro_batches
     if total % world_size:
-        raise ValueError(f"world_size is {world_size}, but should divide the {total} micro-batches of a step")
+        possible = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        raise ValueError(f"world_size is {world_size}, but should be one of {possible}, which divide the {total} micro-batches of a step")
     return replace(config, world_size=world_size, micro_batches=total // world_size)
 
 

@@ -140,7 +140,7 @@ def test_a_run_resumed_on_fewer_ranks_ends_in_the_same_parameters(run: Run, tmp_
         ("--text x", "text is 'x', but should be None, as in the checkpoint to go on from"),
         ("--steps 2", "steps is 2, but should be above 2, the step of the checkpoint"),
         ("--checkpoint-step 1", "checkpoint_step is 1, but should be a step in 3..4, or 0 for no checkpoint"),
-        ("--world-size 3", "world_size is 3, but should divide the 2 micro-batches of a step"),
+        ("--world-size 3", "world_size is 3, but should be one of 1, 2, which divide the 2 micro-batches of a step"),
     ],
 )
 def test_a_resumed_run_refuses_another_setting(

@@ -18,6 +18,7 @@ MODULES = {
     "verify": "minigpt_dist.cli.verify",
     "faults": "minigpt_dist.cli.faults",
     "diff": "minigpt_dist.cli.diff",
+    "incident": "minigpt_dist.cli.incident",
     "plan": "minigpt_dist.cli.plan",
     "bench": "minigpt_dist.cli.bench",
     "ddp": "minigpt_dist.cli.ddp",
