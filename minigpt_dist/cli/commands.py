@@ -21,6 +21,7 @@ MODULES = {
     "incident": "minigpt_dist.cli.incident",
     "plan": "minigpt_dist.cli.plan",
     "bench": "minigpt_dist.cli.bench",
+    "agree": "minigpt_dist.cli.agree",
     "ddp": "minigpt_dist.cli.ddp",
     "pipeline": "minigpt_dist.cli.pipeline",
     "memory": "minigpt_dist.cli.memory",
