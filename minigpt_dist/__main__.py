@@ -15,7 +15,7 @@ from types import FrameType
 
 import minigpt_dist
 from minigpt_dist.cli.commands import DEFAULT, PROGRAM, load, overview, parser_of
-from minigpt_dist.cli.usage import EXIT_BROKEN, EXIT_OK, EXIT_USAGE, BrokenJobError, UsageError
+from minigpt_dist.cli.usage import EXIT_BROKEN, EXIT_OK, EXIT_USAGE, UsageError
 from minigpt_dist.launch.errors import LaunchError
 
 _BEGAN = time.perf_counter()
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(sys.argv[1:] if arguments is None else arguments)
     except UsageError as error:
         return _say(str(error), EXIT_USAGE)
-    except (LaunchError, BrokenJobError) as error:
+    except LaunchError as error:
         return _say(str(error), EXIT_BROKEN)
     except KeyboardInterrupt:
         return _say("interrupted", 128 + signal.SIGINT)

@@ -192,7 +192,9 @@ def resized(config: TrainConfig, world_size: int, **layout: Any) -> TrainConfig:
     replicas, rest = divmod(world_size, replica) if min(world_size, replica) > 0 else (1, 0)
     if replicas and not rest and total % replicas:
         counted = "world_size" if replica == 1 else "number of replicas"
-        raise ValueError(f"{counted} is {replicas}, but should divide the {total} micro-batches of a step")
+        possible = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        wanted = f"one of {possible}, which divide the {total} micro-batches of a step"
+        raise ValueError(f"{counted} is {replicas}, but should be {wanted}")
     return replace(config, world_size=world_size, micro_batches=total // max(replicas, 1), **layout)
 
 

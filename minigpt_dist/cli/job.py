@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minigpt_dist.cli.usage import BrokenJobError, UsageError
-from minigpt_dist.launch import LaunchError, RankError, attach_elastic, choose_backend, choose_device, run_world
+from minigpt_dist.cli.usage import UsageError
+from minigpt_dist.launch import RankError, attach_elastic, choose_backend, choose_device, run_world
+from minigpt_dist.launch.errors import tells_of_loss
 from minigpt_dist.launch.wire import decode, encode
 from minigpt_dist.parallel.collectives import exchange
 
@@ -75,9 +76,8 @@ class LaunchedRanks:
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         shared = share(args)[0]
         mine = _outcome(lambda: body(*shared))
-        if (
-            mine[0] is not None
-        ):  # said at once: others may wait in a call that this rank will not make, and never hear of it
+        # Said at once: others may wait in a call that this rank will not make, and never hear of it. A lost peer is named below.
+        if mine[0] is not None and not tells_of_loss(mine[0][1]):
             print(f"rank {self.rank} raised\n{mine[0][2]}", file=sys.stderr, flush=True)
         outcomes = share(mine)
         for rank, (failure, _) in enumerate(outcomes):
@@ -112,7 +112,10 @@ def share(value: Any) -> list[Any]:
 def open_job(
     launched: bool, world_size: int, device: str = "auto", backend: str | None = None, deadline_s: float = 60.0
 ) -> Iterator[Job]:
-    """Ranks for a command, for the length of the block. UsageError if the device is not there."""
+    """Ranks for a command, for the length of the block.
+
+    UsageError if the device is not there, RanksLost for a launcher's ranks that cannot reach each other.
+    """
     rank = int(os.environ["RANK"]) if launched else world_size - 1  # whoever starts them all asks for the last one
     try:
         chosen = choose_device(device, rank)
@@ -123,13 +126,8 @@ def open_job(
         yield OwnRanks(world_size, chosen.partition(":")[0], backend, deadline_s)
         return
     _freeze_imports()
-    try:
-        with attach_elastic(backend, chosen, timeout_s=deadline_s) as (rank, size):
-            yield LaunchedRanks(size, rank, chosen, backend)
-    except LaunchError:
-        raise
-    except RuntimeError as error:  # what torch raises for a peer that is gone or silent
-        raise BrokenJobError(f"rank {rank} has lost the others: {error}") from error
+    with attach_elastic(backend, chosen, timeout_s=deadline_s) as (rank, size):
+        yield LaunchedRanks(size, rank, chosen, backend)
 
 
 def _freeze_imports() -> None:

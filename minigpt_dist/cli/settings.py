@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from minigpt_dist.cli.planned import take_plan
+from minigpt_dist.cli.restarts import Start, earlier_starts, launched_job
 from minigpt_dist.cli.usage import UsageError, one_of, seconds
 from minigpt_dist.config import ModelConfig, TrainConfig
 
@@ -27,7 +29,10 @@ FREE_ON_RESUME = ("steps", "world_size", *LAYOUT, *SAVING, "guard", "max_rollbac
 class Settings:
     """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay.
 
-    timeline: keep when what was computed and exchanged, and show the last step."""
+    timeline: keep when what was computed and exchanged, and show the last step.
+    Under a launcher that may start it again: `job` is the launcher's name for it, `asked` its configuration before it was fitted to
+    the ranks there are, `earlier` its starts so far.
+    """
 
     config: TrainConfig
     device: str
@@ -37,6 +42,9 @@ class Settings:
     source: Path | None = None
     start: int = 0
     timeline: bool = False
+    job: str | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    earlier: tuple[Start, ...] = ()
 
 
 def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Settings:
@@ -51,18 +59,28 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
     given = _given(args)
     if args.plan is not None:
         take_plan(given, Path(args.plan))
-    _take_launcher(given, launched_ranks)
+    job = launched_job() if launched_ranks is not None and args.out is not None else None
+    earlier = earlier_starts(Path(args.out)) if job else []
+    _take_launcher(given, launched_ranks, job, earlier)
     source = None if args.resume is None else Path(args.resume)
     try:
         config, start = _fresh(given, args.dp) if source is None else _continued(given, args.dp, source)
+        asked = config.to_dict()
+        if launched_ranks is not None:
+            config = _fitted(config, launched_ranks)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not (config.checkpoint_step == 0 or start < config.checkpoint_step <= config.steps):
         wanted = f"a step in {start + 1}..{config.steps}, or 0 for no checkpoint"
         raise UsageError(f"checkpoint_step is {config.checkpoint_step}, but should be {wanted}")
     _check_text(config)
-    out = None if args.out is None else checked_out(Path(args.out))
-    return Settings(config, args.device, args.backend, deadline_s, out, source, start, args.timeline)
+    if earlier and asked != earlier[0].asked:
+        raise UsageError(
+            f"out is {args.out!r}, where job {job!r} has begun with other options, but should be a folder of its own"
+        )
+    out = None if args.out is None else Path(args.out) if earlier else checked_out(Path(args.out))
+    found = Settings(config, args.device, args.backend, deadline_s, out, source, start, args.timeline)
+    return replace(found, job=job, asked=asked, earlier=tuple(earlier))
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -71,12 +89,22 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in known if (value := getattr(args, name, None)) is not None}
 
 
-def _take_launcher(given: dict[str, Any], launched_ranks: int | None) -> None:
-    if launched_ranks is None:
+def _take_launcher(given: dict[str, Any], ranks: int | None, job: str | None, earlier: Sequence[Start]) -> None:
+    """The world size that the global batch is given at; only a job that may be started again can have another one than its ranks."""
+    if ranks is None:
         return
-    asked = given.setdefault("world_size", launched_ranks)
-    if asked != launched_ranks:
-        raise UsageError(f"world_size is {asked}, but should be {launched_ranks}, the ranks that the launcher started")
+    asked = given.setdefault("world_size", earlier[0].asked["world_size"] if earlier else ranks)
+    if asked != ranks and job is None:
+        raise UsageError(f"world_size is {asked}, but should be {ranks}, the ranks that the launcher started")
+
+
+def _fitted(config: TrainConfig, ranks: int) -> TrainConfig:
+    """`config` on the ranks that a launcher has started: the same global batch. ValueError where it does not divide."""
+    if config.world_size == ranks:
+        return config
+    from minigpt_dist.worker import resized  # here: torch, which runs on our own ranks leave to the rank server
+
+    return resized(config, ranks)
 
 
 def _take_replicas(given: dict[str, Any], dp: int | None, usual: TrainConfig) -> None:

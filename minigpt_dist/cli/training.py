@@ -20,6 +20,7 @@ from minigpt_dist.cli import report
 from minigpt_dist.cli.claims import judge_run
 from minigpt_dist.cli.job import Job, open_job
 from minigpt_dist.cli.progress import progress
+from minigpt_dist.cli.restarts import begin
 from minigpt_dist.cli.settings import Settings, make_out
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED
 from minigpt_dist.config import TrainConfig
@@ -52,9 +53,10 @@ def carry_out(settings: Settings, launched: bool, command_line: Sequence[str], b
 
     `began`: when the command started, by time.perf_counter.
     """
-    config = settings.config
-    with open_job(launched, config.world_size, settings.device, settings.backend, settings.deadline_s) as job:
+    world_size = settings.config.world_size
+    with open_job(launched, world_size, settings.device, settings.backend, settings.deadline_s) as job:
         with _folders(job, settings.out) as (folder, scratch):
+            settings = begin(job, settings, folder)
             outcome = _train(job, settings, folder, scratch)
             manifest = _manifest(folder) if job.leader and outcome.config.checkpoint_step else None
             if job.leader and settings.out is not None:

@@ -24,13 +24,6 @@ class UsageError(Exception):
         super().__init__(" ".join(message.split()))
 
 
-class BrokenJobError(Exception):
-    """The ranks of a launcher's job cannot reach each other any more: it can only end.
-
-    No LaunchError, which is a verdict on one run, after which the next may be asked.
-    """
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError instead of printing its usage and leaving."""
 

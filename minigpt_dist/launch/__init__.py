@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minigpt_dist.launch.client import prepare
     from minigpt_dist.launch.device import choose_backend, choose_device
     from minigpt_dist.launch.elastic import attach_elastic, under_torchrun
-    from minigpt_dist.launch.errors import DeadlineExceeded, LaunchError, RankDied, RankError, WireError
+    from minigpt_dist.launch.errors import DeadlineExceeded, LaunchError, RankDied, RankError, RanksLost, WireError
     from minigpt_dist.launch.world import World, run_world
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "LaunchError",
     "RankDied",
     "RankError",
+    "RanksLost",
     "WireError",
     "World",
     "attach_elastic",
@@ -35,6 +36,7 @@ _HOMES = {
     "LaunchError": "errors",
     "RankDied": "errors",
     "RankError": "errors",
+    "RanksLost": "errors",
     "WireError": "errors",
     "World": "world",
     "attach_elastic": "elastic",

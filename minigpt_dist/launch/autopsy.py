@@ -10,15 +10,13 @@ import re
 from typing import NamedTuple
 
 from minigpt_dist.launch.crew import Crew
-from minigpt_dist.launch.errors import DeadlineExceeded, LaunchError, RankDied, RankError, describe_exit
+from minigpt_dist.launch.errors import DeadlineExceeded, LaunchError, RankDied, RankError, describe_exit, tells_of_loss
 from minigpt_dist.launch.mirror import Call, read_mirror
 
 __all__ = ["Failure", "deadline_error", "first_failure"]
 
 _STACK_GRACE_S = 5.0  # a rank that does not write its stack by then will not
 _STACK_BYTES = 1 << 16
-# What gloo, the kernel and NCCL call the end of a peer.
-_LOSSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "likely closed", "process exited")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _OURS = f"{os.sep}minigpt_dist{os.sep}launch{os.sep}"  # wherever it lies: a sandbox has it elsewhere
 
@@ -35,7 +33,7 @@ class Failure(NamedTuple):
     @property
     def is_loss(self) -> bool:
         """Whether it only says that another rank is gone."""
-        return any(words in self.message for words in _LOSSES)
+        return tells_of_loss(self.message)
 
 
 def first_failure(crew: Crew, dead: list[int], failures: list[Failure], starting: set[int]) -> LaunchError:

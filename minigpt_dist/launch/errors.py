@@ -8,7 +8,24 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-__all__ = ["DeadlineExceeded", "LaunchError", "RankDied", "RankError", "WireError", "describe_exit"]
+__all__ = [
+    "DeadlineExceeded",
+    "LaunchError",
+    "RankDied",
+    "RankError",
+    "RanksLost",
+    "WireError",
+    "describe_exit",
+    "tells_of_loss",
+]
+
+# What gloo, the kernel and NCCL call the end of a peer.
+_LOSSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "likely closed", "process exited")
+
+
+def tells_of_loss(message: str) -> bool:
+    """Whether an exception's text only says that another rank is gone."""
+    return any(words in message for words in _LOSSES)
 
 
 class LaunchError(RuntimeError):
@@ -42,6 +59,24 @@ class RankDied(LaunchError):  # noqa: N818 - what happened reads better than wha
         self.rank, self.exitcode = rank, exitcode
         headline = f"rank {rank} died without a report: {describe_exit(exitcode)}"
         super().__init__("\n".join([headline, *details]))
+
+
+class RanksLost(LaunchError):  # noqa: N818 - as above
+    """A launcher's rank can reach others no more.
+
+    Attributes: `rank`, which tells, and `lost`, the ranks that gave no answer; empty where all are there, or it is not known.
+    """
+
+    def __init__(self, rank: int, lost: Sequence[int], cause: str) -> None:
+        self.rank, self.lost = rank, list(lost)
+        who = (
+            f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+            if lost
+            else "the connection to the others"
+        )
+        super().__init__(
+            f"rank {rank} has lost {who}: {cause.strip().splitlines()[0] if cause.strip() else 'no answer'}"
+        )
 
 
 class DeadlineExceeded(LaunchError):  # noqa: N818 - as above

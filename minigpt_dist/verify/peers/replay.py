@@ -1,4 +1,4 @@
-"""One process that reproduces a peer's float32 run bit for bit, from the order in which the peer has gradients added.
+"""One process that reproduces a run bit for bit, from the order in which a stack has gradients added: ours, or a peer.
 
 Owns which vectors each package hands to gloo's ring, and when it divides by the number of ranks. A bit that differs is then a difference
 in what was computed, not noise. Leaves the ring itself to `ring_order.py`.
@@ -6,7 +6,9 @@ in what was computed, not noise. Leaves the ring itself to `ring_order.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,9 @@ class Replay:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         torch.manual_seed(config.seed * 1009)  # rank 0's
-        self.model = MiniGPT(**{name: getattr(config.model, name) for name in config.model.__dataclass_fields__})
+        sizes = {name: getattr(config.model, name) for name in config.model.__dataclass_fields__}
+        self.model = MiniGPT(**sizes).to(getattr(torch, config.dtype))
+        self.losses: list[float] = []  # of the last step, by rank
         self.named = dict(self.model.named_parameters())
         self.ready: list[str] = []
         for name, p in self.named.items():
@@ -38,13 +42,21 @@ class Replay:
     def gradients(self, step: int, corpus: Tensor) -> list[dict[str, Tensor]]:
         """Per rank, the gradient of its block at `step`, counted from 0."""
         found = []
+        self.losses = []
         for rank in range(self.config.world_size):
             self.model.zero_grad()
             self.ready.clear()
             x, y = read_batch(corpus, self.config, step, rank)
-            next_token_loss(self.model(x), y).backward()
+            loss = next_token_loss(self.model(x), y)
+            loss.backward()
+            self.losses.append(loss.item())
             found.append({name: p.grad for name, p in self.named.items() if p.grad is not None})
         return found
+
+
+def ranks(run: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """What one process does that accumulates block after block: the sum in rank order. Divided by N after."""
+    return {name: functools.reduce(torch.add, [g[name] for g in grads]) / len(grads) for name in grads[0]}
 
 
 def _as_one(
@@ -56,20 +68,20 @@ def _as_one(
     return {name: part.view_as(grads[0][name]) for name, part in zip(names, parts, strict=True)}
 
 
-def buckets(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+def buckets(run: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
     """DistributedDataParallel, one bucket: declaration order at the first step, then as autograd finished. Multiplied by 1/N before."""
     size = sum(g.numel() * g.element_size() for g in grads[0].values())
     if size > FIRST_BUCKET:
         raise ValueError(f"gradients are {size} bytes, but should be at most {FIRST_BUCKET}: one bucket")
-    names = list(replay.named) if step == 0 else list(replay.ready)
+    names = list(run.named) if step == 0 else list(run.ready)
     share = 1.0 / len(grads)
     return _as_one(names, grads, lambda flat: flat * share)
 
 
-def units(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+def units(run: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
     """fully_shard by blocks: a vector for each unit, every parameter cut by rows. Divided by N after."""
     total: dict[str, Tensor] = {}
-    for names in _units(list(replay.named)):
+    for names in _units(list(run.named)):
         total.update(_cut_for_ranks(names, grads, _rows))
     return {name: part / len(grads) for name, part in total.items()}
 
@@ -103,23 +115,24 @@ def _rows(grad: Tensor, world_size: int) -> Tensor:
     return padded.view(world_size, -1)
 
 
-def flat(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+def flat(run: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
     """DeepSpeed ZeRO-1: one vector in declaration order. Divided by N before."""
-    return _as_one(list(replay.named), grads, lambda vector: vector / len(grads))
+    return _as_one(list(run.named), grads, lambda vector: vector / len(grads))
 
 
-def reversed_flat(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+def reversed_flat(run: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
     """DeepSpeed ZeRO-2: one vector in reversed order. Divided by N before."""
-    return _as_one(list(replay.named)[::-1], grads, lambda vector: vector / len(grads))
+    return _as_one(list(run.named)[::-1], grads, lambda vector: vector / len(grads))
 
 
-def slices(replay: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+def slices(run: Replay, grads: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
     """DeepSpeed ZeRO-3: one vector, every parameter cut by elements. Divided by N before."""
     divided = [{name: g / len(grads) for name, g in mine.items()} for mine in grads]
-    return _cut_for_ranks(list(replay.named), divided, lambda grad, N: _rows(grad.reshape(-1), N))
+    return _cut_for_ranks(list(run.named), divided, lambda grad, N: _rows(grad.reshape(-1), N))
 
 
 ORDERS: dict[str, Callable[[Replay, list[dict[str, Tensor]], int], dict[str, Tensor]]] = {
+    "ranks": ranks,
     "buckets": buckets,
     "units": units,
     "flat": flat,
@@ -128,22 +141,36 @@ ORDERS: dict[str, Callable[[Replay, list[dict[str, Tensor]], int], dict[str, Ten
 }
 
 
-def replay_body(config: dict[str, object], order: str) -> list[dict[str, str]]:
-    """On one rank (one thread: bits depend on it): digests of all parameters after 0, 1, ... steps. ValueError for an unknown order."""
+@dataclass(frozen=True)
+class Replayed:
+    """losses[step][rank], nats a token, before each update; digests of all parameters after 0, 1, ... updates; and these at the end."""
+
+    losses: list[list[float]]
+    digests: list[dict[str, str]]
+    final: dict[str, Tensor]
+
+
+def replay(config: TrainConfig, order: str) -> Replayed:
+    """Train as all ranks of `config` together would that add in `order`. ValueError for an unknown order."""
     if order not in ORDERS:
         raise ValueError(f"order is {order!r}, but should be one of {', '.join(ORDERS)}")
-    replay = Replay(TrainConfig.from_dict(config))
-    c = replay.config
-    optimizer = torch.optim.AdamW(replay.model.parameters(), **adamw_options(c))
-    corpus = make_corpus(c.seed, c.total_tokens, c.model.vocab)
-    digests = [_digests(replay.model)]
-    for step in range(c.steps):
-        mean = ORDERS[order](replay, replay.gradients(step, corpus), step)
-        for name, p in replay.named.items():
+    run = Replay(config)
+    optimizer = torch.optim.AdamW(run.model.parameters(), **adamw_options(config))
+    corpus = make_corpus(config.seed, config.total_tokens, config.model.vocab)
+    losses, digests = [], [_digests(run.model)]
+    for step in range(config.steps):
+        mean = ORDERS[order](run, run.gradients(step, corpus), step)
+        for name, p in run.named.items():
             p.grad = mean[name].clone()
         optimizer.step()
-        digests.append(_digests(replay.model))
-    return digests
+        losses.append(run.losses)
+        digests.append(_digests(run.model))
+    return Replayed(losses, digests, {name: p.detach() for name, p in run.named.items()})
+
+
+def replay_body(config: dict[str, object], order: str) -> list[dict[str, str]]:
+    """On one rank (one thread: bits depend on it): digests of all parameters after 0, 1, ... steps."""
+    return replay(TrainConfig.from_dict(config), order).digests
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
