@@ -31,6 +31,9 @@ FAMILIES = (
     "collectives",
     "pipeline",
     "guard",
+    "tensor",
+    "sequence",
+    "clipping",
 )  # cheap and telling first; composed runs last
 Extent = Literal["quick", "promised", "pieces", "all"]
 PROVED_ELSEWHERE = {

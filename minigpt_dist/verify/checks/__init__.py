@@ -16,6 +16,8 @@ from minigpt_dist.verify.checks import (
     optimizer,
     resume,
     schedule,
+    sequence,
+    tensor,
 )
 from minigpt_dist.verify.checks.registry import CHECKS, WORLD_SIZES, Check, Verdict, judge, put
 
@@ -41,4 +43,6 @@ __all__ = [
     "put",
     "resume",
     "schedule",
+    "sequence",
+    "tensor",
 ]

@@ -26,12 +26,16 @@ from minigpt_dist.verify.faults import (
     reloading,
     saving,
     schedule,
+    sequence,
     shapes,
+    stack_variants,
     state,
+    tensor,
     transport,
     unused,
     update,
     verifying,
+    vocabulary,
     watching,
 )
 from minigpt_dist.verify.faults.catalogue import FAULTS, Fault, namespace, unknown
@@ -56,6 +60,9 @@ FILES = (
     point_to_point,
     schedule,
     watching,
+    tensor,
+    vocabulary,
+    sequence,
     state,
     reloading,
     collective,
@@ -71,7 +78,7 @@ FILES = (
 
 LIST = "minigpt-dist faults --list"
 
-__all__ = ["FAULTS", "FILES", "LIST", "Fault", "build", "unknown"]
+__all__ = ["FAULTS", "FILES", "LIST", "Fault", "build", "stack_variants", "unknown"]
 
 
 def build(name: str) -> ModuleType:

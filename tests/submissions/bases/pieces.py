@@ -1,4 +1,4 @@
-"""A right submission of the pieces that are asked by name: collectives made of sends, schedules, and a guard."""
+"""A right submission of the pieces that are asked by name: collectives made of sends, schedules, a guard, and layers cut over ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 
 def swap(outgoing, like, timeout=60.0):
@@ -91,3 +93,157 @@ def should_roll_back(loss, gradients, last):
     seen = torch.tensor([0.0 if bad else loss, float(bad)], dtype=torch.float64)
     dist.all_reduce(seen)
     return bool(seen[1] > 0 or seen[0] / dist.get_world_size() > 2 * last)
+
+
+def total(x, group=None):
+    x = x.clone().contiguous()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class SumBackward(torch.autograd.Function):
+    """Before a product of which each rank has some columns."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return total(grad, ctx.group), None
+
+
+class SumForward(torch.autograd.Function):
+    """After a product of which each rank has some rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return total(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def part(whole, rank, world_size, dim=0):
+    size = -(-whole.shape[dim] // world_size)
+    lo, hi = (min(r * size, whole.shape[dim]) for r in (rank, rank + 1))
+    return whole.narrow(dim, lo, hi - lo).clone()
+
+
+class ColumnParallelLinear(nn.Module):
+    def __init__(self, weight, bias, world_size, rank):
+        super().__init__()
+        self.weight = nn.Parameter(part(weight, rank, world_size))
+        self.bias = None if bias is None else nn.Parameter(part(bias, rank, world_size))
+
+    def forward(self, x):
+        return F.linear(SumBackward.apply(x), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    def __init__(self, weight, bias, world_size, rank):
+        super().__init__()
+        self.weight = nn.Parameter(part(weight, rank, world_size, 1))
+        self.bias = None if bias is None else nn.Parameter(bias.clone())
+
+    def forward(self, x):
+        out = SumForward.apply(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    def __init__(self, weight, world_size, rank):
+        super().__init__()
+        size = -(-len(weight) // world_size)
+        self.lo, self.hi = (min(r * size, len(weight)) for r in (rank, rank + 1))
+        rows = part(weight, rank, world_size)
+        self.weight = nn.Parameter(torch.cat([rows, weight.new_zeros(size - len(rows), weight.shape[1])]))
+
+    def forward(self, ids):
+        here = (ids >= self.lo) & (ids < self.hi)
+        found = F.embedding(torch.where(here, ids - self.lo, 0), self.weight)
+        return SumForward.apply(found * here.unsqueeze(-1))
+
+
+def vocab_parallel_cross_entropy(logits, targets, vocab, world_size, rank):
+    size = -(-vocab // world_size)
+    lo = min(rank * size, vocab)
+    top = logits.detach().amax(1) if logits.shape[1] else logits.new_full((len(logits),), -math.inf)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    shifted = logits - top[:, None]
+    ids = torch.arange(lo, lo + logits.shape[1])
+    chosen = torch.where(ids == targets[:, None], shifted, 0.0).sum(1)
+    return SumForward.apply(shifted.exp().sum(1)).log() - SumForward.apply(chosen)
+
+
+class ParallelAttention(nn.Module):
+    def __init__(self, qkv, proj, num_heads, world_size, rank):
+        super().__init__()
+        self.heads = num_heads // world_size
+        self.qkv = nn.ParameterList(part(block, rank, world_size) for block in qkv.chunk(3))
+        self.proj = nn.Parameter(part(proj, rank, world_size, 1))
+
+    def forward(self, x):
+        x = SumBackward.apply(x)
+        q, k, v = (F.linear(x, w).unflatten(2, (self.heads, -1)).transpose(1, 2) for w in self.qkv)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return SumForward.apply(F.linear(out.transpose(1, 2).flatten(2), self.proj))
+
+
+class SequenceLayerNorm(nn.Module):
+    def __init__(self, weight, bias, world_size, rank, group=None):
+        super().__init__()
+        self.weight, self.bias, self.group = nn.Parameter(weight.clone()), nn.Parameter(bias.clone()), group
+
+    def forward(self, x):
+        weight, bias = (SumBackward.apply(p, self.group) for p in (self.weight, self.bias))
+        return F.layer_norm(x, weight.shape, weight, bias)
+
+
+def mine(x):
+    return part(x, dist.get_rank(), dist.get_world_size(), 1)
+
+
+def everyones(x):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+class GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return everyones(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return mine(total(grad))
+
+
+class ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return mine(total(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return everyones(grad.contiguous())
+
+
+def gather_sequence(x):
+    return GatherSequence.apply(x)
+
+
+def scatter_sequence(x):
+    return ScatterSequence.apply(x)
+
+
+def clip_sharded_grad_norm(sharded, replicated, max_norm):
+    cut, whole = ([p for p in params if p.grad is not None] for params in (sharded, replicated))
+    squares = [sum((p.grad.double().pow(2).sum() for p in params), torch.zeros(()).double()) for params in (cut, whole)]
+    norm = float((total(squares[0]) + squares[1]).sqrt())
+    for p in (*cut, *whole):
+        p.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    return norm
