@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from minigpt_dist.parallel.ddp import broadcast_parameters
     from minigpt_dist.parallel.p2p.plain import all_gather, reduce_scatter, ring_all_reduce, tree_broadcast
     from minigpt_dist.parallel.pipeline.schedule import pipeline_schedule
+    from minigpt_dist.parallel.sharded import Zero2Optimizer, Zero3Optimizer
     from minigpt_dist.parallel.tensor.clip import clip_sharded_grad_norm
     from minigpt_dist.parallel.tensor.plain import (
         ColumnParallelLinear,
@@ -45,6 +46,8 @@ __all__ = [
     "SequenceLayerNorm",
     "TrainConfig",
     "VocabParallelEmbedding",
+    "Zero2Optimizer",
+    "Zero3Optimizer",
     "ZeroOptimizer",
     "__version__",
     "all_gather",
@@ -74,6 +77,8 @@ _HOMES = {
     "SequenceLayerNorm": "minigpt_dist.parallel.tensor.plain",
     "TrainConfig": "minigpt_dist.config",
     "VocabParallelEmbedding": "minigpt_dist.parallel.tensor.plain",
+    "Zero2Optimizer": "minigpt_dist.parallel.sharded",
+    "Zero3Optimizer": "minigpt_dist.parallel.sharded",
     "ZeroOptimizer": "minigpt_dist.parallel.zero",
     "all_gather": "minigpt_dist.parallel.p2p.plain",
     "broadcast_parameters": "minigpt_dist.parallel.ddp",

@@ -28,6 +28,8 @@ QUICK = (
     "row-bias-added-once-a-rank",
     "maximum-is-each-ranks-own",
     "layernorm-grads-not-summed-over-tp",
+    "sharded-sum-assigned-not-added",
+    "not-gathered-again-for-backward",
     "broadcast-tree-misses-the-odd-rank",
     "corpus-seeded-by-rank",
     "no-causal-mask",

@@ -16,11 +16,8 @@ from minigpt_dist.verify.inspection import inspect_body
 from minigpt_dist.verify.subject import Subject
 
 PIECES = HERE / "bases" / "pieces.py"
-EXTRAS = (
-    "pipeline.interleaved",
-    "tensor.dropout",
-    "sequence.axes",
-)  # keywords that a piece need not have, or more ranks
+# Keywords that a piece need not have.
+EXTRAS = ("pipeline.interleaved", "tensor.dropout", "sequence.axes", "zero2.peak", "zero3.peak")
 ABOUT = [c.name for c in CHECKS.values() if set(c.slots) <= set(OPTIONAL)]
 
 

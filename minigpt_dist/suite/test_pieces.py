@@ -25,3 +25,10 @@ def test_the_guard_gives_all_ranks_one_right_answer(check: Callable[[], bool]) -
 @pytest.mark.checks("tensor", "sequence", "clipping")
 def test_layers_cut_over_ranks_are_the_whole_layers(check: Callable[[], bool]) -> None:
     assert check()
+
+
+@pytest.mark.checks("zero2", "zero3")
+def test_sharded_gradients_and_parameters_train_as_one_process_in_their_share_of_memory(
+    check: Callable[[], bool],
+) -> None:
+    assert check()

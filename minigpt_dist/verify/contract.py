@@ -44,9 +44,11 @@ SLOTS: dict[str, tuple[str, ...]] = {
     ),
     "sequence": ("SequenceLayerNorm", "gather_sequence", "scatter_sequence"),
     "clipping": ("clip_sharded_grad_norm",),
+    "zero2": ("Zero2Optimizer",),
+    "zero3": ("Zero3Optimizer",),
 }
 # Pieces that a submission is judged for only where they are asked of it by name: its own helpers may be called so, with other arguments.
-OPTIONAL = ("collectives", "pipeline", "guard", "tensor", "sequence", "clipping")
+OPTIONAL = ("collectives", "pipeline", "guard", "tensor", "sequence", "clipping", "zero2", "zero3")
 OWN_PREFIXES = ("fault:", "variant:")  # what the judge plants, it plants under these names
 OURS = "minigpt_dist"
 

@@ -25,6 +25,7 @@ BODIES = (
     "verify.guard_probe",
     "verify.tensor_probe",
     "verify.sequence_probe",
+    "verify.sharded_probe",
     "verify.composed_probe",
     "verify.inspection",
 )

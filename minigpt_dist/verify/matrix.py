@@ -34,6 +34,8 @@ FAMILIES = (
     "tensor",
     "sequence",
     "clipping",
+    "zero2",
+    "zero3",
 )  # cheap and telling first; composed runs last
 Extent = Literal["quick", "promised", "pieces", "all"]
 PROVED_ELSEWHERE = {

@@ -2,12 +2,13 @@
 
 Write them in any order; a piece that is written scores by itself. Each docstring says what goes in, what must come out, and which invariant
 judges it. `minigpt-dist grade .` grades this folder. At the end stand more pieces, which are asked only by name, as in
-`minigpt-dist grade . --slots collectives`: collectives, pipeline, guard, tensor, sequence, clipping.
+`minigpt-dist grade . --slots collectives`: collectives, pipeline, guard, tensor, sequence, clipping, zero2, zero3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -333,3 +334,67 @@ def clip_sharded_grad_norm(
     Judged by: the norm, which counts each element once and is equal on all ranks; the gradients, above the bound and below it.
     """
     raise NotImplementedError("clip_sharded_grad_norm is not written yet")
+
+
+# Asked by name: --slots zero2, --slots zero3.
+
+
+class Zero2Optimizer:
+    """ZeRO stage 2: ZeroOptimizer, and of gradients too each rank keeps its slice alone.
+
+    Backward is where gradients are exchanged and freed; what several backwards bring before a step is added up. In the module's float32.
+
+    Judged by: parameters after each step against one process, with a tied weight and a frozen one; bytes alive between backward and step,
+    and, with a keyword `bucket_mb` (MiB of gradients a message), while backward runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        rank: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        raise NotImplementedError("Zero2Optimizer.__init__ is not written yet")
+
+    def step(self) -> None:
+        """One update, from the slice that backwards have summed; it uses them up."""
+        raise NotImplementedError("Zero2Optimizer.step is not written yet")
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those that were summed already."""
+        raise NotImplementedError("Zero2Optimizer.zero_grad is not written yet")
+
+
+class Zero3Optimizer:
+    """ZeRO stage 3: of parameters too. One submodule's are whole while its forward and its backward run.
+
+    Judged by: as above, and bytes alive in forward, in backward and at rest: at most 16 an element of the slice, and three submodules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        rank: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        raise NotImplementedError("Zero3Optimizer.__init__ is not written yet")
+
+    def step(self) -> None:
+        """One update of the slice."""
+        raise NotImplementedError("Zero3Optimizer.step is not written yet")
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those that were summed already."""
+        raise NotImplementedError("Zero3Optimizer.zero_grad is not written yet")
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, every parameter is whole. All ranks together."""
+        raise NotImplementedError("Zero3Optimizer.gathered is not written yet")

@@ -17,6 +17,7 @@ from minigpt_dist.verify.checks import (
     resume,
     schedule,
     sequence,
+    sharded,
     tensor,
 )
 from minigpt_dist.verify.checks.registry import CHECKS, WORLD_SIZES, Check, Verdict, judge, put
@@ -44,5 +45,6 @@ __all__ = [
     "resume",
     "schedule",
     "sequence",
+    "sharded",
     "tensor",
 ]

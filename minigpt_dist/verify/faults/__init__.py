@@ -37,6 +37,8 @@ from minigpt_dist.verify.faults import (
     verifying,
     vocabulary,
     watching,
+    zero2,
+    zero3,
 )
 from minigpt_dist.verify.faults.catalogue import FAULTS, Fault, namespace, unknown
 
@@ -63,6 +65,8 @@ FILES = (
     tensor,
     vocabulary,
     sequence,
+    zero2,
+    zero3,
     state,
     reloading,
     collective,

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from minigpt_dist import corpus, model
-from minigpt_dist.verify.faults import base, layers, ring, timetable, watcher
+from minigpt_dist.verify.faults import base, layers, ring, sharding, timetable, watcher
 
 Names = dict[str, Any]
 
@@ -84,6 +84,7 @@ def correct_names() -> Names:
         **timetable.NAMES,
         **watcher.NAMES,
         **layers.NAMES,
+        **sharding.NAMES,
     }
 
 

@@ -23,6 +23,7 @@ from minigpt_dist.verify.faults.layers import (
     same,
     total,
 )
+from minigpt_dist.verify.faults.sharding import LessonZero2, LessonZero3
 from minigpt_dist.verify.faults.variants import variant
 
 
@@ -156,3 +157,53 @@ def positions_change_places() -> Names:
         return torch.cat(parts, 1)
 
     return {"gather_sequence": lambda x: pair(x, joined, back)}
+
+
+@variant
+def gradients_leave_in_one_message() -> Names:
+    """Stage 2 without buckets: all gradients of a backward leave at its end, in one message."""
+
+    class Late(LessonZero2):
+        def __init__(
+            self, module: nn.Module, world_size: int, rank: int, lr: float, betas: Any, eps: float, weight_decay: float
+        ) -> None:
+            options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            super().__init__(module, world_size, rank, **options)
+            self.waiting = False
+
+        def arrived(self, p: Tensor) -> None:
+            if not self.waiting:
+                self.waiting = True
+                torch.autograd.Variable._execution_engine.queue_callback(self.ended)
+
+        @torch.no_grad()
+        def ended(self) -> None:
+            self.waiting = False
+            if self.world_size == 1:
+                self.sums += self.flat_grads()
+            else:
+                parts = torch.empty_like(self.master)
+                dist.reduce_scatter_tensor(parts, self.flat_grads())
+                self.sums += parts
+            for p in self.params():
+                p.grad = None
+
+    return {"Zero2Optimizer": Late}
+
+
+@variant
+def pieces_are_broadcast_by_their_owners() -> Names:
+    """Stage 3: each rank that has a piece of a parameter sends it to all others."""
+
+    class Sent(LessonZero3):
+        def gathered_value(self, p: Tensor) -> Tensor:
+            whole, start = torch.zeros(p.numel()), self.place[p]
+            here, there = self.part(p)
+            whole[here] = self.master[there] if here.start < here.stop else whole[here]
+            for owner in range(self.world_size):
+                lo, hi = (min(max(r * self.chunk - start, 0), p.numel()) for r in (owner, owner + 1))
+                if lo < hi and self.world_size > 1:
+                    dist.broadcast(whole[lo:hi], src=owner)
+            return whole
+
+    return {"Zero3Optimizer": Sent}

@@ -1,8 +1,9 @@
-"""A right submission of the pieces that are asked by name: collectives made of sends, schedules, a guard, and layers cut over ranks."""
+"""A right submission of the pieces that are asked by name, from collectives made of sends to ZeRO."""
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -247,3 +248,93 @@ def clip_sharded_grad_norm(sharded, replicated, max_norm):
     for p in (*cut, *whole):
         p.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
     return norm
+
+
+class Zero2Optimizer:
+    def __init__(self, module, world_size, rank, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        self.N, self.rank, self.module = world_size, rank, module
+        sizes = [p.numel() for p in self.params]
+        self.starts = {p: sum(sizes[:i]) for i, p in enumerate(self.params)}
+        self.chunk = -(-sum(sizes) // world_size)
+        flat = torch.cat([p.detach().flatten() for p in self.params])
+        flat = torch.cat([flat, flat.new_zeros(self.chunk * world_size - len(flat))])
+        self.master = nn.Parameter(flat[rank * self.chunk : (rank + 1) * self.chunk].clone())
+        self.sums = torch.zeros_like(self.master)
+        self.adam = torch.optim.AdamW([self.master], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        for p in self.params:
+            p.register_post_accumulate_grad_hook(self.arrived)
+
+    def overlap(self, p):
+        lo, hi = self.rank * self.chunk, (self.rank + 1) * self.chunk
+        a = max(self.starts[p], lo)
+        b = max(a, min(self.starts[p] + p.numel(), hi))
+        return slice(a - self.starts[p], b - self.starts[p]), slice(a - lo, b - lo)
+
+    def arrived(self, p):
+        grad, p.grad = total(p.grad.flatten()), None
+        here, there = self.overlap(p)
+        if here.start < here.stop:
+            self.sums[there] += grad[here]
+
+    def whole(self, p):
+        value = torch.zeros(p.numel())
+        here, there = self.overlap(p)
+        if here.start < here.stop:
+            value[here] = self.master.detach()[there]
+        return total(value).view(p.shape)
+
+    def step(self):
+        self.master.grad = self.sums / self.N
+        self.adam.step()
+        self.zero_grad()
+        self.updated()
+
+    def updated(self):
+        for p in self.params:
+            p.data.copy_(self.whole(p))
+
+    def zero_grad(self):
+        self.master.grad = None
+        self.sums.zero_()
+        for p in self.params:
+            p.grad = None
+
+
+class Zero3Optimizer(Zero2Optimizer):
+    def __init__(self, module, *args, **options):
+        super().__init__(module, *args, **options)
+        for m in module.modules():
+            if any(True for _ in m.parameters(recurse=False)):
+                m.register_forward_pre_hook(lambda m, _: self.fill(m.parameters(recurse=False)))
+                m.register_forward_hook(self.ran)
+        self.free(self.params)
+
+    def fill(self, params):
+        for p in params:
+            if p.requires_grad and p.untyped_storage().nbytes() == 0:
+                p.untyped_storage().resize_(4 * p.numel())
+                p.data.copy_(self.whole(p))
+
+    def free(self, params):
+        for p in params:
+            if p.requires_grad:
+                p.untyped_storage().resize_(0)
+
+    def ran(self, m, _, out):
+        self.free(m.parameters(recurse=False))
+        if out.requires_grad:
+            out.register_hook(lambda _: self.fill(m.parameters(recurse=False)))
+
+    def arrived(self, p):
+        super().arrived(p)
+        self.free([p])
+
+    def updated(self):
+        pass
+
+    @contextmanager
+    def gathered(self):
+        self.fill(self.params)
+        yield
+        self.free(self.params)
