@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from minigpt_dist.parallel.ddp import broadcast_parameters
     from minigpt_dist.parallel.p2p.plain import all_gather, reduce_scatter, ring_all_reduce, tree_broadcast
     from minigpt_dist.parallel.pipeline.schedule import pipeline_schedule
+    from minigpt_dist.parallel.recompute import recompute
     from minigpt_dist.parallel.sharded import Zero2Optimizer, Zero3Optimizer
     from minigpt_dist.parallel.tensor.clip import clip_sharded_grad_norm
     from minigpt_dist.parallel.tensor.plain import (
@@ -57,6 +58,7 @@ __all__ = [
     "load_sharded",
     "make_corpus",
     "pipeline_schedule",
+    "recompute",
     "reduce_scatter",
     "ring_all_reduce",
     "save_sharded",
@@ -87,6 +89,7 @@ _HOMES = {
     "load_sharded": "minigpt_dist.checkpoint",
     "make_corpus": "minigpt_dist.corpus",
     "pipeline_schedule": "minigpt_dist.parallel.pipeline.schedule",
+    "recompute": "minigpt_dist.parallel.recompute",
     "reduce_scatter": "minigpt_dist.parallel.p2p.plain",
     "ring_all_reduce": "minigpt_dist.parallel.p2p.plain",
     "save_sharded": "minigpt_dist.checkpoint",

@@ -30,6 +30,7 @@ QUICK = (
     "layernorm-grads-not-summed-over-tp",
     "sharded-sum-assigned-not-added",
     "not-gathered-again-for-backward",
+    "mask-is-drawn-anew",
     "broadcast-tree-misses-the-odd-rank",
     "corpus-seeded-by-rank",
     "no-causal-mask",

@@ -32,3 +32,8 @@ def test_sharded_gradients_and_parameters_train_as_one_process_in_their_share_of
     check: Callable[[], bool],
 ) -> None:
     assert check()
+
+
+@pytest.mark.checks("recompute")
+def test_recomputed_activations_change_no_bit_and_keep_less(check: Callable[[], bool]) -> None:
+    assert check()

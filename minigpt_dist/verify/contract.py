@@ -46,9 +46,10 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "clipping": ("clip_sharded_grad_norm",),
     "zero2": ("Zero2Optimizer",),
     "zero3": ("Zero3Optimizer",),
+    "recompute": ("recompute",),
 }
 # Pieces that a submission is judged for only where they are asked of it by name: its own helpers may be called so, with other arguments.
-OPTIONAL = ("collectives", "pipeline", "guard", "tensor", "sequence", "clipping", "zero2", "zero3")
+OPTIONAL = ("collectives", "pipeline", "guard", "tensor", "sequence", "clipping", "zero2", "zero3", "recompute")
 OWN_PREFIXES = ("fault:", "variant:")  # what the judge plants, it plants under these names
 OURS = "minigpt_dist"
 

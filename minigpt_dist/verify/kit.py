@@ -26,6 +26,7 @@ BODIES = (
     "verify.tensor_probe",
     "verify.sequence_probe",
     "verify.sharded_probe",
+    "verify.recompute_probe",
     "verify.composed_probe",
     "verify.inspection",
 )

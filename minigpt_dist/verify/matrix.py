@@ -36,6 +36,7 @@ FAMILIES = (
     "clipping",
     "zero2",
     "zero3",
+    "recompute",
 )  # cheap and telling first; composed runs last
 Extent = Literal["quick", "promised", "pieces", "all"]
 PROVED_ELSEWHERE = {

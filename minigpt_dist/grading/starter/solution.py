@@ -2,7 +2,8 @@
 
 Write them in any order; a piece that is written scores by itself. Each docstring says what goes in, what must come out, and which invariant
 judges it. `minigpt-dist grade .` grades this folder. At the end stand more pieces, which are asked only by name, as in
-`minigpt-dist grade . --slots collectives`: collectives, pipeline, guard, tensor, sequence, clipping, zero2, zero3.
+`minigpt-dist grade . --slots collectives`: collectives, pipeline, guard, tensor, sequence, clipping, zero2, zero3,
+recompute.
 """
 
 from __future__ import annotations
@@ -398,3 +399,17 @@ class Zero3Optimizer:
     def gathered(self) -> AbstractContextManager[None]:
         """Inside, every parameter is whole. All ranks together."""
         raise NotImplementedError("Zero3Optimizer.gathered is not written yet")
+
+
+# Asked by name: --slots recompute.
+
+
+def recompute(block: nn.Module, *args: Any) -> Tensor:
+    """`block(*args)`, of which only the arguments are kept for backward, where the block runs again (activation checkpointing).
+
+    Arguments are tensors and anything else; the block returns one tensor. Where gradients are off, nothing is kept.
+
+    Judged by: output, gradients, buffers and torch's random stream have the bits of a run without it, with dropout, with several backwards,
+    where the input wants no gradient, and under autocast; what autograd keeps in forward, and in backward.
+    """
+    raise NotImplementedError("recompute is not written yet")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from minigpt_dist.verify.faults.catalogue import Names
 from minigpt_dist.verify.faults.layers import (
@@ -207,3 +208,33 @@ def pieces_are_broadcast_by_their_owners() -> Names:
             return whole
 
     return {"Zero3Optimizer": Sent}
+
+
+@variant
+def recompute_by_torch() -> Names:
+    """torch.utils.checkpoint, with buffers put back."""
+
+    def recompute(block: nn.Module, *args: Any) -> Tensor:
+        before = [b.clone() for b in block.buffers()]
+        runs = [0]
+
+        def run(*given: Any) -> Tensor:
+            runs[0] += 1
+            now = [b.clone() for b in block.buffers()]
+            if runs[0] > 1:
+                _set(block, before)
+            out: Tensor = block(*given)
+            if runs[0] > 1:
+                _set(block, now)
+            return out
+
+        kept: Tensor = checkpoint(run, *args, use_reentrant=False)
+        return kept
+
+    return {"recompute": recompute}
+
+
+@torch.no_grad()
+def _set(block: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(block.buffers(), values, strict=True):
+        buffer.copy_(value)

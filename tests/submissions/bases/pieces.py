@@ -338,3 +338,43 @@ class Zero3Optimizer(Zero2Optimizer):
         self.fill(self.params)
         yield
         self.free(self.params)
+
+
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, count, *inputs):
+        args = inputs[:count]
+        ctx.block, ctx.trained = block, inputs[count:]
+        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in args]
+        ctx.stream, ctx.cast = torch.get_rng_state(), torch.is_autocast_enabled("cpu")
+        ctx.buffers = [b.clone() for b in block.buffers()]
+        ctx.save_for_backward(*(a for a in args if isinstance(a, torch.Tensor)))
+        ctx.places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        return block(*args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        args, now = list(ctx.others), [b.clone() for b in ctx.block.buffers()]
+        for i, t in zip(ctx.places, ctx.saved_tensors, strict=True):
+            args[i] = t.detach().requires_grad_(ctx.needs_input_grad[2 + i])
+        wanted = [a for a in (*args, *ctx.trained) if isinstance(a, torch.Tensor) and a.requires_grad]
+        with torch.enable_grad(), torch.random.fork_rng([]), torch.autocast("cpu", torch.bfloat16, enabled=ctx.cast):
+            torch.set_rng_state(ctx.stream)
+            restore(ctx.block, ctx.buffers)
+            out = ctx.block(*args)
+        restore(ctx.block, now)
+        found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+        mine = [next(found) if isinstance(a, torch.Tensor) and a.requires_grad else None for a in args]
+        return None, None, *mine, *found
+
+
+@torch.no_grad()
+def restore(block, values):
+    for buffer, value in zip(block.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
+def recompute(block, *args):
+    if not torch.is_grad_enabled():
+        return block(*args)
+    return Recomputed.apply(block, len(args), *args, *(p for p in block.parameters() if p.requires_grad))
