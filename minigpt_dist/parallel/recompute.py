@@ -28,16 +28,21 @@ def recompute_blocks(model: MiniGPT) -> MiniGPT:
     return model
 
 
-def recomputed(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> Tensor:
-    """`run(x)`, whose gradients will be computed by running it again; `run` is `module`'s forward, of one tensor to one.
+def recompute(block: nn.Module, *args: Any) -> Tensor:
+    """`block(*args)`, whose activations are computed again in backward; `block` returns one tensor, arguments may be anything."""
+    return recomputed(block, block, *args)
+
+
+def recomputed(run: Callable[..., Tensor], module: nn.Module, *args: Any) -> Tensor:
+    """`run(*args)`, whose gradients will be computed by running it again; `run` is `module`'s forward, of anything to one tensor.
 
     Parameters are inputs of the graph's node: their gradients take autograd's usual way, past whatever hooks wait for them, and the
-    output needs a gradient even where `x` does not.
+    output needs a gradient even where no argument does.
     """
     if not torch.is_grad_enabled():
-        return run(x)
+        return run(*args)
     trained = [p for p in module.parameters() if p.requires_grad]
-    out: Tensor = _Recomputed.apply(run, module, x, *trained)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    out: Tensor = _Recomputed.apply(run, module, len(args), *args, *trained)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return out
 
 
@@ -45,23 +50,28 @@ class _Recomputed(torch.autograd.Function):
     """What forward needs again is saved as autograd saves: freed after backward, kept if the graph is."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor, *trained: nn.Parameter
-    ) -> Tensor:
-        ctx.run, ctx.module, ctx.trained = run, module, trained
-        kind = x.device.type
-        ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        ctx.save_for_backward(x, *_random_states(x.device), *(buffer.clone() for buffer in module.buffers()))
-        return run(x)
+    def forward(ctx: Any, run: Callable[..., Tensor], module: nn.Module, count: int, *inputs: Any) -> Tensor:
+        args = inputs[:count]
+        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+        ctx.run, ctx.module, ctx.trained, ctx.device = run, module, inputs[count:], device
+        ctx.autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
+        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
+        ctx.places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        tensors = [args[i] for i in ctx.places]
+        ctx.save_for_backward(*tensors, *_random_states(device), *(buffer.clone() for buffer in module.buffers()))
+        return run(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, *then = ctx.saved_tensors
-        x = saved.detach().requires_grad_(ctx.needs_input_grad[2])
-        wanted = [t for t in (x, *ctx.trained) if t.requires_grad]
-        with torch.enable_grad(), torch.autocast(*ctx.autocast), _as_it_was(ctx.module, x.device, then):
-            found = iter(torch.autograd.grad(ctx.run(x), wanted, grads[0], allow_unused=True))
-        return None, None, next(found) if x.requires_grad else None, *found
+        saved, args = ctx.saved_tensors, [*ctx.others]
+        for i, tensor in zip(ctx.places, saved, strict=False):
+            args[i] = tensor.detach().requires_grad_(ctx.needs_input_grad[3 + i])
+        wanted = [t for t in (*args, *ctx.trained) if isinstance(t, Tensor) and t.requires_grad]
+        then = list(saved[len(ctx.places) :])
+        with torch.enable_grad(), torch.autocast(*ctx.autocast), _as_it_was(ctx.module, ctx.device, then):
+            found = iter(torch.autograd.grad(ctx.run(*args), wanted, grads[0], allow_unused=True))
+        mine = [next(found) if isinstance(a, Tensor) and a.requires_grad else None for a in args]
+        return None, None, None, *mine, *found
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

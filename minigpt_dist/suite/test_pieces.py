@@ -20,3 +20,20 @@ def test_schedules_are_legal_end_and_cost_what_they_should(check: Callable[[], b
 @pytest.mark.checks("guard")
 def test_the_guard_gives_all_ranks_one_right_answer(check: Callable[[], bool]) -> None:
     assert check()
+
+
+@pytest.mark.checks("tensor", "sequence", "clipping")
+def test_layers_cut_over_ranks_are_the_whole_layers(check: Callable[[], bool]) -> None:
+    assert check()
+
+
+@pytest.mark.checks("zero2", "zero3")
+def test_sharded_gradients_and_parameters_train_as_one_process_in_their_share_of_memory(
+    check: Callable[[], bool],
+) -> None:
+    assert check()
+
+
+@pytest.mark.checks("recompute")
+def test_recomputed_activations_change_no_bit_and_keep_less(check: Callable[[], bool]) -> None:
+    assert check()

@@ -35,9 +35,21 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "collectives": ("ring_all_reduce", "reduce_scatter", "all_gather", "tree_broadcast"),
     "pipeline": ("pipeline_schedule",),
     "guard": ("should_roll_back",),
+    "tensor": (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
+        "vocab_parallel_cross_entropy",
+        "ParallelAttention",
+    ),
+    "sequence": ("SequenceLayerNorm", "gather_sequence", "scatter_sequence"),
+    "clipping": ("clip_sharded_grad_norm",),
+    "zero2": ("Zero2Optimizer",),
+    "zero3": ("Zero3Optimizer",),
+    "recompute": ("recompute",),
 }
 # Pieces that a submission is judged for only where they are asked of it by name: its own helpers may be called so, with other arguments.
-OPTIONAL = ("collectives", "pipeline", "guard")
+OPTIONAL = ("collectives", "pipeline", "guard", "tensor", "sequence", "clipping", "zero2", "zero3", "recompute")
 OWN_PREFIXES = ("fault:", "variant:")  # what the judge plants, it plants under these names
 OURS = "minigpt_dist"
 

@@ -23,6 +23,10 @@ BODIES = (
     "verify.collectives_probe",
     "verify.schedule_probe",
     "verify.guard_probe",
+    "verify.tensor_probe",
+    "verify.sequence_probe",
+    "verify.sharded_probe",
+    "verify.recompute_probe",
     "verify.composed_probe",
     "verify.inspection",
 )

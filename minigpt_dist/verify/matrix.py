@@ -31,6 +31,12 @@ FAMILIES = (
     "collectives",
     "pipeline",
     "guard",
+    "tensor",
+    "sequence",
+    "clipping",
+    "zero2",
+    "zero3",
+    "recompute",
 )  # cheap and telling first; composed runs last
 Extent = Literal["quick", "promised", "pieces", "all"]
 PROVED_ELSEWHERE = {

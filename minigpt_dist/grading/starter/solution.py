@@ -1,13 +1,15 @@
 """End-to-end distributed training: six pieces, each graded alone and then all together in one training loop.
 
 Write them in any order; a piece that is written scores by itself. Each docstring says what goes in, what must come out, and which invariant
-judges it. `minigpt-dist grade .` grades this folder. At the end stand three more pieces, which are asked only by name:
-`minigpt-dist grade . --slots collectives`, `--slots pipeline`, `--slots guard`.
+judges it. `minigpt-dist grade .` grades this folder. At the end stand more pieces, which are asked only by name, as in
+`minigpt-dist grade . --slots collectives`: collectives, pipeline, guard, tensor, sequence, clipping, zero2, zero3,
+recompute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -206,3 +208,208 @@ def should_roll_back(loss: float, gradients: Iterable[Tensor], last: float) -> b
     Judged by: NaN and inf on each rank in turn; a jump of the mean, and of one rank alone; no alarm at good steps, also after a bad one.
     """
     raise NotImplementedError("should_roll_back is not written yet")
+
+
+# Asked by name: --slots tensor. N ranks share each layer. They build it from the same whole weights and call it together; each keeps its
+# part, in memory of its own, and what lies outside of a cut product is equal on all of them. A vocabulary of V tokens is cut into ceil(V/N)
+# rows a rank, the last ranks' fewer.
+
+
+class ColumnParallelLinear(nn.Module):
+    """N equal slices of the output features of x W^T + b. Attributes `weight` (out/N, in) and `bias` (out/N,) or None.
+
+    Judged by: weights, output and every gradient against the whole layer in float64: the input's gradient is a sum over ranks.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, world_size: int, rank: int) -> None:
+        super().__init__()
+        raise NotImplementedError("ColumnParallelLinear.__init__ is not written yet")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in), equal on all ranks, to this rank's (..., out/N)."""
+        raise NotImplementedError("ColumnParallelLinear.forward is not written yet")
+
+
+class RowParallelLinear(nn.Module):
+    """N equal slices of the input features. Attributes `weight` (out, in/N) and `bias` (out,), whole on every rank, or None.
+
+    Judged by: as above; the bias is added once, and its gradient counts once.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, world_size: int, rank: int) -> None:
+        super().__init__()
+        raise NotImplementedError("RowParallelLinear.__init__ is not written yet")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in/N), as a column-parallel layer leaves it, to the whole product (..., out), equal on all ranks."""
+        raise NotImplementedError("RowParallelLinear.forward is not written yet")
+
+
+class VocabParallelEmbedding(nn.Module):
+    """This rank's rows of `weight` (V, E), as the attribute `weight`; rows of padding may follow them.
+
+    Judged by: as above, at the first and last token of every shard; trained with `weight` as the head's too.
+    """
+
+    def __init__(self, weight: Tensor, world_size: int, rank: int) -> None:
+        super().__init__()
+        raise NotImplementedError("VocabParallelEmbedding.__init__ is not written yet")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids (...) of the whole vocabulary to (..., E), equal on all ranks."""
+        raise NotImplementedError("VocabParallelEmbedding.forward is not written yet")
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab: int, world_size: int, rank: int) -> Tensor:
+    """Losses (T,), in nats, equal on all ranks: logits (T, this rank's tokens), targets (T,) of the whole vocabulary.
+
+    Judged by: losses and gradients against the whole loss, with targets at the edges of shards and with logits whose exp overflows; a few
+    numbers a token are sent, and never logits.
+    """
+    raise NotImplementedError("vocab_parallel_cross_entropy is not written yet")
+
+
+class ParallelAttention(nn.Module):
+    """num_heads/N heads of causal self-attention, scores divided by the root of a head's size; no biases.
+
+    `qkv` (3E, E) is the weights of queries, keys and values, one below the other, each head by head; `proj` (E, E) is the output's. With a
+    keyword `dropout`, attention weights are dropped in training, by masks that differ between all heads.
+
+    Judged by: output and input's gradient against the whole attention, and once more after a step of gradient descent.
+    """
+
+    def __init__(self, qkv: Tensor, proj: Tensor, num_heads: int, world_size: int, rank: int) -> None:
+        super().__init__()
+        raise NotImplementedError("ParallelAttention.__init__ is not written yet")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, E) to the same, equal on all ranks."""
+        raise NotImplementedError("ParallelAttention.forward is not written yet")
+
+
+# Asked by name: --slots sequence. Outside of cut layers each rank holds S/N of the S positions, in rank order (sequence parallelism).
+
+
+class SequenceLayerNorm(nn.Module):
+    """LayerNorm (eps 1e-5) whose `weight` and `bias` (E,) every rank holds whole.
+
+    Judged by: after backward, their gradients are those of all positions, on every rank; with a keyword `group`, of that group alone.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, world_size: int, rank: int) -> None:
+        super().__init__()
+        raise NotImplementedError("SequenceLayerNorm.__init__ is not written yet")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's positions (B, S/N, E) to the same."""
+        raise NotImplementedError("SequenceLayerNorm.forward is not written yet")
+
+
+def gather_sequence(x: Tensor) -> Tensor:
+    """This rank's positions (B, S/N, E) to all of them (B, S, E), which each rank will use otherwise.
+
+    Judged by: the output; the gradient, which is this rank's part of the sum over ranks.
+    """
+    raise NotImplementedError("gather_sequence is not written yet")
+
+
+def scatter_sequence(x: Tensor) -> Tensor:
+    """This rank's addend (B, S, E) to its positions (B, S/N, E) of the sum over ranks.
+
+    Judged by: the output; the gradient, which is that of all positions.
+    """
+    raise NotImplementedError("scatter_sequence is not written yet")
+
+
+# Asked by name: --slots clipping.
+
+
+def clip_sharded_grad_norm(
+    sharded: Iterable[nn.Parameter], replicated: Iterable[nn.Parameter], max_norm: float
+) -> float:
+    """Scale all gradients, in place, so that the 2-norm of the whole model's is at most `max_norm`; returns the norm before.
+
+    sharded: parameters of which every rank holds another part. replicated: those that every rank holds whole, with equal gradients. A
+    parameter may have no gradient.
+
+    Judged by: the norm, which counts each element once and is equal on all ranks; the gradients, above the bound and below it.
+    """
+    raise NotImplementedError("clip_sharded_grad_norm is not written yet")
+
+
+# Asked by name: --slots zero2, --slots zero3.
+
+
+class Zero2Optimizer:
+    """ZeRO stage 2: ZeroOptimizer, and of gradients too each rank keeps its slice alone.
+
+    Backward is where gradients are exchanged and freed; what several backwards bring before a step is added up. In the module's float32.
+
+    Judged by: parameters after each step against one process, with a tied weight and a frozen one; bytes alive between backward and step,
+    and, with a keyword `bucket_mb` (MiB of gradients a message), while backward runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        rank: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        raise NotImplementedError("Zero2Optimizer.__init__ is not written yet")
+
+    def step(self) -> None:
+        """One update, from the slice that backwards have summed; it uses them up."""
+        raise NotImplementedError("Zero2Optimizer.step is not written yet")
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those that were summed already."""
+        raise NotImplementedError("Zero2Optimizer.zero_grad is not written yet")
+
+
+class Zero3Optimizer:
+    """ZeRO stage 3: of parameters too. One submodule's are whole while its forward and its backward run.
+
+    Judged by: as above, and bytes alive in forward, in backward and at rest: at most 16 an element of the slice, and three submodules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        rank: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        raise NotImplementedError("Zero3Optimizer.__init__ is not written yet")
+
+    def step(self) -> None:
+        """One update of the slice."""
+        raise NotImplementedError("Zero3Optimizer.step is not written yet")
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those that were summed already."""
+        raise NotImplementedError("Zero3Optimizer.zero_grad is not written yet")
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, every parameter is whole. All ranks together."""
+        raise NotImplementedError("Zero3Optimizer.gathered is not written yet")
+
+
+# Asked by name: --slots recompute.
+
+
+def recompute(block: nn.Module, *args: Any) -> Tensor:
+    """`block(*args)`, of which only the arguments are kept for backward, where the block runs again (activation checkpointing).
+
+    Arguments are tensors and anything else; the block returns one tensor. Where gradients are off, nothing is kept.
+
+    Judged by: output, gradients, buffers and torch's random stream have the bits of a run without it, with dropout, with several backwards,
+    where the input wants no gradient, and under autocast; what autograd keeps in forward, and in backward.
+    """
+    raise NotImplementedError("recompute is not written yet")

@@ -45,12 +45,12 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, owned: VocabSlice, axis: TensorAxis) -> Tensor:
-    """Mean cross-entropy, in nats a token, the same on all ranks of the axis.
+def token_losses(logits: Tensor, targets: Tensor, owned: VocabSlice, axis: TensorAxis) -> Tensor:
+    """Cross-entropy of each token, in nats: of `targets`' shape, the same on all ranks of the axis.
 
     Args:
-        logits: (B, S, hi - lo), of the tokens that `owned` says are this rank's; 16-bit ones are computed with in float32.
-        targets: (B, S) token ids of the whole vocabulary, equal on all ranks.
+        logits: (..., hi - lo), of the tokens that `owned` says are this rank's; 16-bit ones are computed with in float32.
+        targets: (...) token ids of the whole vocabulary, equal on all ranks.
 
     ValueError, before anything is sent, for logits of another width (gathered ones, say) or ids outside of the vocabulary.
     """
@@ -61,4 +61,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, owned: VocabSl
     flat = flat.float() if flat.dtype in HALVES else flat
     here = owned.owns(ids)
     losses: Tensor = _CrossEntropy.apply(flat, ids, here, owned.lo, axis.group)  # type: ignore[no-untyped-call]  # torch's
-    return losses.mean()
+    return losses.view(targets.shape)
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, owned: VocabSlice, axis: TensorAxis) -> Tensor:
+    """The mean of `token_losses`: logits (B, S, hi - lo), targets (B, S)."""
+    return token_losses(logits, targets, owned, axis).mean()

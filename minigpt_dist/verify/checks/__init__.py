@@ -14,8 +14,12 @@ from minigpt_dist.verify.checks import (
     model,
     not_a_number,
     optimizer,
+    recompute,
     resume,
     schedule,
+    sequence,
+    sharded,
+    tensor,
 )
 from minigpt_dist.verify.checks.registry import CHECKS, WORLD_SIZES, Check, Verdict, judge, put
 
@@ -39,6 +43,10 @@ __all__ = [
     "not_a_number",
     "optimizer",
     "put",
+    "recompute",
     "resume",
     "schedule",
+    "sequence",
+    "sharded",
+    "tensor",
 ]

@@ -22,17 +22,24 @@ from minigpt_dist.verify.faults import (
     options,
     point_to_point,
     precision,
+    recompute,
     reduce,
     reloading,
     saving,
     schedule,
+    sequence,
     shapes,
+    stack_variants,
     state,
+    tensor,
     transport,
     unused,
     update,
     verifying,
+    vocabulary,
     watching,
+    zero2,
+    zero3,
 )
 from minigpt_dist.verify.faults.catalogue import FAULTS, Fault, namespace, unknown
 
@@ -56,6 +63,12 @@ FILES = (
     point_to_point,
     schedule,
     watching,
+    tensor,
+    vocabulary,
+    sequence,
+    zero2,
+    zero3,
+    recompute,
     state,
     reloading,
     collective,
@@ -71,7 +84,7 @@ FILES = (
 
 LIST = "minigpt-dist faults --list"
 
-__all__ = ["FAULTS", "FILES", "LIST", "Fault", "build", "unknown"]
+__all__ = ["FAULTS", "FILES", "LIST", "Fault", "build", "stack_variants", "unknown"]
 
 
 def build(name: str) -> ModuleType:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from minigpt_dist import corpus, model
-from minigpt_dist.verify.faults import base, ring, timetable, watcher
+from minigpt_dist.verify.faults import again, base, layers, ring, sharding, timetable, watcher
 
 Names = dict[str, Any]
 
@@ -83,6 +83,9 @@ def correct_names() -> Names:
         **ring.NAMES,
         **timetable.NAMES,
         **watcher.NAMES,
+        **layers.NAMES,
+        **sharding.NAMES,
+        **again.NAMES,
     }
 
 

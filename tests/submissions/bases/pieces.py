@@ -1,12 +1,15 @@
-"""A right submission of the pieces that are asked by name: collectives made of sends, schedules, and a guard."""
+"""A right submission of the pieces that are asked by name, from collectives made of sends to ZeRO."""
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 
 def swap(outgoing, like, timeout=60.0):
@@ -91,3 +94,287 @@ def should_roll_back(loss, gradients, last):
     seen = torch.tensor([0.0 if bad else loss, float(bad)], dtype=torch.float64)
     dist.all_reduce(seen)
     return bool(seen[1] > 0 or seen[0] / dist.get_world_size() > 2 * last)
+
+
+def total(x, group=None):
+    x = x.clone().contiguous()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class SumBackward(torch.autograd.Function):
+    """Before a product of which each rank has some columns."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return total(grad, ctx.group), None
+
+
+class SumForward(torch.autograd.Function):
+    """After a product of which each rank has some rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return total(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def part(whole, rank, world_size, dim=0):
+    size = -(-whole.shape[dim] // world_size)
+    lo, hi = (min(r * size, whole.shape[dim]) for r in (rank, rank + 1))
+    return whole.narrow(dim, lo, hi - lo).clone()
+
+
+class ColumnParallelLinear(nn.Module):
+    def __init__(self, weight, bias, world_size, rank):
+        super().__init__()
+        self.weight = nn.Parameter(part(weight, rank, world_size))
+        self.bias = None if bias is None else nn.Parameter(part(bias, rank, world_size))
+
+    def forward(self, x):
+        return F.linear(SumBackward.apply(x), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    def __init__(self, weight, bias, world_size, rank):
+        super().__init__()
+        self.weight = nn.Parameter(part(weight, rank, world_size, 1))
+        self.bias = None if bias is None else nn.Parameter(bias.clone())
+
+    def forward(self, x):
+        out = SumForward.apply(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    def __init__(self, weight, world_size, rank):
+        super().__init__()
+        size = -(-len(weight) // world_size)
+        self.lo, self.hi = (min(r * size, len(weight)) for r in (rank, rank + 1))
+        rows = part(weight, rank, world_size)
+        self.weight = nn.Parameter(torch.cat([rows, weight.new_zeros(size - len(rows), weight.shape[1])]))
+
+    def forward(self, ids):
+        here = (ids >= self.lo) & (ids < self.hi)
+        found = F.embedding(torch.where(here, ids - self.lo, 0), self.weight)
+        return SumForward.apply(found * here.unsqueeze(-1))
+
+
+def vocab_parallel_cross_entropy(logits, targets, vocab, world_size, rank):
+    size = -(-vocab // world_size)
+    lo = min(rank * size, vocab)
+    top = logits.detach().amax(1) if logits.shape[1] else logits.new_full((len(logits),), -math.inf)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    shifted = logits - top[:, None]
+    ids = torch.arange(lo, lo + logits.shape[1])
+    chosen = torch.where(ids == targets[:, None], shifted, 0.0).sum(1)
+    return SumForward.apply(shifted.exp().sum(1)).log() - SumForward.apply(chosen)
+
+
+class ParallelAttention(nn.Module):
+    def __init__(self, qkv, proj, num_heads, world_size, rank):
+        super().__init__()
+        self.heads = num_heads // world_size
+        self.qkv = nn.ParameterList(part(block, rank, world_size) for block in qkv.chunk(3))
+        self.proj = nn.Parameter(part(proj, rank, world_size, 1))
+
+    def forward(self, x):
+        x = SumBackward.apply(x)
+        q, k, v = (F.linear(x, w).unflatten(2, (self.heads, -1)).transpose(1, 2) for w in self.qkv)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return SumForward.apply(F.linear(out.transpose(1, 2).flatten(2), self.proj))
+
+
+class SequenceLayerNorm(nn.Module):
+    def __init__(self, weight, bias, world_size, rank, group=None):
+        super().__init__()
+        self.weight, self.bias, self.group = nn.Parameter(weight.clone()), nn.Parameter(bias.clone()), group
+
+    def forward(self, x):
+        weight, bias = (SumBackward.apply(p, self.group) for p in (self.weight, self.bias))
+        return F.layer_norm(x, weight.shape, weight, bias)
+
+
+def mine(x):
+    return part(x, dist.get_rank(), dist.get_world_size(), 1)
+
+
+def everyones(x):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+class GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return everyones(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return mine(total(grad))
+
+
+class ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return mine(total(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return everyones(grad.contiguous())
+
+
+def gather_sequence(x):
+    return GatherSequence.apply(x)
+
+
+def scatter_sequence(x):
+    return ScatterSequence.apply(x)
+
+
+def clip_sharded_grad_norm(sharded, replicated, max_norm):
+    cut, whole = ([p for p in params if p.grad is not None] for params in (sharded, replicated))
+    squares = [sum((p.grad.double().pow(2).sum() for p in params), torch.zeros(()).double()) for params in (cut, whole)]
+    norm = float((total(squares[0]) + squares[1]).sqrt())
+    for p in (*cut, *whole):
+        p.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+class Zero2Optimizer:
+    def __init__(self, module, world_size, rank, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        self.N, self.rank, self.module = world_size, rank, module
+        sizes = [p.numel() for p in self.params]
+        self.starts = {p: sum(sizes[:i]) for i, p in enumerate(self.params)}
+        self.chunk = -(-sum(sizes) // world_size)
+        flat = torch.cat([p.detach().flatten() for p in self.params])
+        flat = torch.cat([flat, flat.new_zeros(self.chunk * world_size - len(flat))])
+        self.master = nn.Parameter(flat[rank * self.chunk : (rank + 1) * self.chunk].clone())
+        self.sums = torch.zeros_like(self.master)
+        self.adam = torch.optim.AdamW([self.master], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        for p in self.params:
+            p.register_post_accumulate_grad_hook(self.arrived)
+
+    def overlap(self, p):
+        lo, hi = self.rank * self.chunk, (self.rank + 1) * self.chunk
+        a = max(self.starts[p], lo)
+        b = max(a, min(self.starts[p] + p.numel(), hi))
+        return slice(a - self.starts[p], b - self.starts[p]), slice(a - lo, b - lo)
+
+    def arrived(self, p):
+        grad, p.grad = total(p.grad.flatten()), None
+        here, there = self.overlap(p)
+        if here.start < here.stop:
+            self.sums[there] += grad[here]
+
+    def whole(self, p):
+        value = torch.zeros(p.numel())
+        here, there = self.overlap(p)
+        if here.start < here.stop:
+            value[here] = self.master.detach()[there]
+        return total(value).view(p.shape)
+
+    def step(self):
+        self.master.grad = self.sums / self.N
+        self.adam.step()
+        self.zero_grad()
+        self.updated()
+
+    def updated(self):
+        for p in self.params:
+            p.data.copy_(self.whole(p))
+
+    def zero_grad(self):
+        self.master.grad = None
+        self.sums.zero_()
+        for p in self.params:
+            p.grad = None
+
+
+class Zero3Optimizer(Zero2Optimizer):
+    def __init__(self, module, *args, **options):
+        super().__init__(module, *args, **options)
+        for m in module.modules():
+            if any(True for _ in m.parameters(recurse=False)):
+                m.register_forward_pre_hook(lambda m, _: self.fill(m.parameters(recurse=False)))
+                m.register_forward_hook(self.ran)
+        self.free(self.params)
+
+    def fill(self, params):
+        for p in params:
+            if p.requires_grad and p.untyped_storage().nbytes() == 0:
+                p.untyped_storage().resize_(4 * p.numel())
+                p.data.copy_(self.whole(p))
+
+    def free(self, params):
+        for p in params:
+            if p.requires_grad:
+                p.untyped_storage().resize_(0)
+
+    def ran(self, m, _, out):
+        self.free(m.parameters(recurse=False))
+        if out.requires_grad:
+            out.register_hook(lambda _: self.fill(m.parameters(recurse=False)))
+
+    def arrived(self, p):
+        super().arrived(p)
+        self.free([p])
+
+    def updated(self):
+        pass
+
+    @contextmanager
+    def gathered(self):
+        self.fill(self.params)
+        yield
+        self.free(self.params)
+
+
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, count, *inputs):
+        args = inputs[:count]
+        ctx.block, ctx.trained = block, inputs[count:]
+        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in args]
+        ctx.stream, ctx.cast = torch.get_rng_state(), torch.is_autocast_enabled("cpu")
+        ctx.buffers = [b.clone() for b in block.buffers()]
+        ctx.save_for_backward(*(a for a in args if isinstance(a, torch.Tensor)))
+        ctx.places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        return block(*args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        args, now = list(ctx.others), [b.clone() for b in ctx.block.buffers()]
+        for i, t in zip(ctx.places, ctx.saved_tensors, strict=True):
+            args[i] = t.detach().requires_grad_(ctx.needs_input_grad[2 + i])
+        wanted = [a for a in (*args, *ctx.trained) if isinstance(a, torch.Tensor) and a.requires_grad]
+        with torch.enable_grad(), torch.random.fork_rng([]), torch.autocast("cpu", torch.bfloat16, enabled=ctx.cast):
+            torch.set_rng_state(ctx.stream)
+            restore(ctx.block, ctx.buffers)
+            out = ctx.block(*args)
+        restore(ctx.block, now)
+        found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+        mine = [next(found) if isinstance(a, torch.Tensor) and a.requires_grad else None for a in args]
+        return None, None, *mine, *found
+
+
+@torch.no_grad()
+def restore(block, values):
+    for buffer, value in zip(block.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
+def recompute(block, *args):
+    if not torch.is_grad_enabled():
+        return block(*args)
+    return Recomputed.apply(block, len(args), *args, *(p for p in block.parameters() if p.requires_grad))

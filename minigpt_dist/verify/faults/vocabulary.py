@@ -1,0 +1,272 @@
+"""Faults of a vocabulary that is cut over ranks: who looks up which token, and what the loss adds up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minigpt_dist.verify.faults.catalogue import Names, fault
+from minigpt_dist.verify.faults.layers import CrossEntropy, Embedding, entropy_of, pair, same, total
+
+ALONE = ((1, "one rank holds everything"),)
+
+
+@fault(
+    source="TTrace (arXiv 2506.09280), bug 1: the vocabulary-parallel embedding masks the wrong ids",
+    needs="the first token of a shard that is not the first",
+    check="tensor.embedding",
+    stage="forward",
+    rank=0,
+    tensor="output",
+    green=("tensor.column", "tensor.row"),
+    equivalent=ALONE,
+)
+def embedding_mask_off_by_one_at_a_shards_edge() -> Names:
+    """The first token of the next shard counts as a shard's own too, and its last row is added."""
+
+    class Wrong(Embedding):
+        def here(self, ids: Tensor) -> Tensor:
+            return (ids >= self.lo) & (ids <= self.hi)
+
+        def table(self) -> Tensor:
+            return torch.cat([self.weight, self.weight[-1:]])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            rows = torch.where(self.here(ids), ids - self.lo, 0)
+            return self.leave(F.embedding(rows, self.table()) * self.here(ids)[..., None])
+
+    return {"VocabParallelEmbedding": Wrong}
+
+
+@fault(
+    source="NVIDIA/Megatron-LM, VocabParallelEmbedding: what the mask of the output is for",
+    needs="a token of another rank's",
+    check="tensor.embedding",
+    stage="forward",
+    tensor="output",
+    equivalent=ALONE,
+)
+def tokens_elsewhere_add_the_first_row() -> Names:
+    """Token ids of other ranks become 0, and the row that this finds is not masked out."""
+
+    class Wrong(Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.leave(F.embedding(torch.where(self.here(ids), ids - self.lo, 0), self.weight))
+
+    return {"VocabParallelEmbedding": Wrong}
+
+
+@fault(
+    source="torch.distributed.nn.functional.all_reduce: its backward is a sum over ranks too",
+    needs="a gradient of the table",
+    check="tensor.embedding",
+    stage="backward",
+    tensor="gradient of weight",
+    equivalent=ALONE,
+)
+def embedding_gradient_counts_once_a_rank() -> Names:
+    """The sum over ranks is differentiated as a sum over ranks, so that the table's gradient is N times too large."""
+
+    class Wrong(Embedding):
+        def leave(self, part: Tensor) -> Tensor:
+            return pair(part, total, total)
+
+    return {"VocabParallelEmbedding": Wrong}
+
+
+@fault(
+    source="TTrace (arXiv 2506.09280), bug 5: tied embedding and head drift apart; NVIDIA/Megatron-LM#656",
+    needs="an update, and a loss after it",
+    check="tensor.tied",
+    stage="forward",
+    tensor="loss of step 2",
+    green=("tensor.embedding", "tensor.column"),
+)
+def tied_head_drifts_from_the_embedding() -> Names:
+    """The table that is looked up is a copy made at the start: what the head's update does to the weight is not seen."""
+
+    class Wrong(Embedding):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.copy = nn.Parameter(self.weight.detach().clone())
+
+        def table(self) -> Tensor:
+            table = self.copy + (self.weight - self.weight.detach())
+            return torch.cat([table, self.weight.new_zeros(1, self.weight.shape[1])])
+
+    return {"VocabParallelEmbedding": Wrong}
+
+
+def _entropy(kind: type[CrossEntropy]) -> Names:
+    return {"vocab_parallel_cross_entropy": entropy_of(kind)}
+
+
+@fault(
+    source="NVIDIA/Megatron-LM, vocab_parallel_cross_entropy: the maximum is all-reduced before anything is subtracted",
+    needs="logits whose maximum is elsewhere",
+    check="tensor.cross_entropy",
+    stage="forward",
+    tensor="losses",
+    green=("tensor.embedding", "tensor.column"),
+    equivalent=ALONE,
+)
+def maximum_is_each_ranks_own() -> Names:
+    """Every rank subtracts the maximum of its own logits, and adds up exponentials of different scales."""
+
+    class Wrong(CrossEntropy):
+        def top(self, logits: Tensor) -> Tensor:
+            return logits.detach().amax(1)
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="softmax without its maximum",
+    needs="logits above 710",
+    check="tensor.large_logits",
+    stage="forward",
+    tensor="losses",
+    green=("tensor.cross_entropy", "tensor.tied"),
+)
+def maximum_is_not_subtracted() -> Names:
+    """Exponentials are taken of the logits as they are, and overflow."""
+
+    class Wrong(CrossEntropy):
+        def top(self, logits: Tensor) -> Tensor:
+            return torch.zeros_like(logits[:, 0])
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="NVIDIA/Megatron-LM, vocab_parallel_cross_entropy: what its target mask is for",
+    needs="a target on another rank",
+    check="tensor.cross_entropy",
+    stage="forward",
+    tensor="losses",
+    equivalent=ALONE,
+)
+def targets_elsewhere_are_not_masked() -> Names:
+    """A rank without the target adds the logit at its own edge."""
+
+    class Wrong(CrossEntropy):
+        def here(self, targets: Tensor) -> Tensor:
+            return torch.ones_like(targets, dtype=torch.bool)
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="TTrace (arXiv 2506.09280), bug 1, on the other side of the model",
+    needs="the last token of a shard",
+    check="tensor.cross_entropy",
+    stage="forward",
+    tensor="losses",
+    green=("tensor.column",),
+)
+def target_at_the_shards_last_token_is_nobodys() -> Names:
+    """A target that is the last token of a shard counts as another rank's: no rank adds its logit."""
+
+    class Wrong(CrossEntropy):
+        def here(self, targets: Tensor) -> Tensor:
+            return (targets >= self.lo) & (targets < self.hi - 1)
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="torch.distributed.nn.functional.all_reduce: its backward is a sum over ranks too",
+    needs="a gradient",
+    check="tensor.cross_entropy",
+    stage="backward",
+    tensor="gradient of logits",
+    equivalent=ALONE,
+)
+def loss_gradient_counts_once_a_rank() -> Names:
+    """Sums over ranks are differentiated as sums over ranks: losses are right, and their gradients N times too large."""
+
+    class Wrong(CrossEntropy):
+        def summed(self, part: Tensor) -> Tensor:
+            return pair(part, total, total)
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="a softmax whose denominator is summed outside of autograd",
+    needs="a gradient",
+    check="tensor.cross_entropy",
+    stage="backward",
+    tensor="gradient of logits",
+)
+def loss_gradient_forgets_the_softmax() -> Names:
+    """The sum of exponentials is exchanged on detached tensors: the gradient is that of the target's logit alone."""
+
+    class Wrong(CrossEntropy):
+        def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+            shifted = logits - self.top(logits)[:, None]
+            return total(shifted.exp().sum(1)).log() - self.summed(self.target(shifted, targets))
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="unslothai/unsloth#10616",
+    needs="a vocabulary that N does not divide",
+    check="tensor.cross_entropy",
+    stage="forward",
+    tensor="losses",
+    green=("tensor.large_logits", "tensor.tied"),
+    equivalent=ALONE,
+)
+def padded_logits_get_probability() -> Names:
+    """Logits are padded with zeros to ceil(V/N) a rank, and the padding takes part in the sum of exponentials."""
+
+    class Wrong(CrossEntropy):
+        def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+            return super().__call__(F.pad(logits, (0, -(-self.vocab // self.world_size) - logits.shape[1])), targets)
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="NVIDIA/Megatron-LM#7452",
+    needs="two ranks",
+    check="tensor.cross_entropy",
+    stage="forward",
+    tensor="losses",
+    equivalent=ALONE,
+)
+def gathered_logits_into_the_parallel_loss() -> Names:
+    """Logits of all ranks are added up on every rank, and then over ranks once more: losses are log(N) too large."""
+
+    class Wrong(CrossEntropy):
+        def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+            shifted = logits - self.top(logits)[:, None]
+            whole = self.summed(self.summed(shifted.exp().sum(1)))
+            return whole.log() - self.summed(self.target(shifted, targets))
+
+    return _entropy(Wrong)
+
+
+@fault(
+    source="Shoeybi et al. 2019, section 3: logits of a batch are b x s x v numbers, their losses b x s",
+    needs="a count of bytes",
+    check="tensor.traffic",
+    stage="forward",
+    green=("tensor.cross_entropy", "tensor.large_logits"),
+)
+def logits_are_gathered_for_the_loss() -> Names:
+    """Every rank collects all logits, and computes the whole loss: right, and what is sent grows with the vocabulary."""
+
+    class Wrong(CrossEntropy):
+        def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+            size = -(-self.vocab // self.world_size)
+            mine = logits.new_zeros(len(logits), size * self.world_size)
+            mine = torch.cat([mine[:, : self.lo], logits, mine[:, self.hi :]], 1)
+            return F.cross_entropy(pair(mine, total, same)[:, : self.vocab], targets, reduction="none")
+
+    return _entropy(Wrong)
