@@ -146,7 +146,9 @@ def outcome(arguments: str, limit_s: float, deadline_s: float, log: Path) -> str
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
+            if os.waitstatus_to_exitcode(status) == 0:
+                return "passed"
+            return "late" if "DeadlineExceeded" in log.read_text(errors="replace") else "failed"
         time.sleep(0.01)  # between two looks at a child that has a limit; a pidfd would be Linux alone
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)

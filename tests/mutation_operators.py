@@ -15,8 +15,10 @@ import parso
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.work_item import MutationSpec
 
-# What is the same when it is done twice.
-IDEMPOTENT = re.compile(r"\.(zero_|copy_|fill_)\(|\.add_\(0\.0\)")
+# What is the same when it is done twice: setting, emptying, and calls that do nothing but raise an error.
+IDEMPOTENT = re.compile(
+    r"\.(zero_|copy_|fill_|clear|discard)\(|\.add_\(0\.0\)|\b(_?check(ed)?_\w+|check|_?need_\w+|step_name)\("
+)
 
 
 def place(node: Any) -> tuple[Any, Any]:

@@ -67,9 +67,9 @@ def empty_exchange_body() -> list[bytes]:
     return exchange(b"")
 
 
-def broadcast_body(src: int) -> torch.Tensor:
+def broadcast_body(*src: int) -> torch.Tensor:
     t = torch.full((3,), float(dist.get_rank()))
-    broadcast(t, src)
+    broadcast(t, *src)
     return t
 
 
@@ -123,6 +123,7 @@ def test_nothing_can_be_exchanged_too(ranks: World) -> None:
 def test_broadcast_copies_the_source(ranks: World) -> None:
     last = world_size_of(ranks) - 1
     assert all(t.tolist() == [float(last)] * 3 for t in ranks.run(broadcast_body, last))
+    assert all(t.tolist() == [0.0] * 3 for t in ranks.run(broadcast_body))
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from minigpt_dist.parallel.flat import FlatBuffer, FlatLayout, FlatParameters, even_bounds
+from minigpt_dist.parallel.offload import Offload
 from minigpt_dist.parallel.stages.shard import Shard
 from minigpt_dist.parallel.stages.stage1 import Stage1
 from minigpt_dist.parallel.stages.stage2 import Stage2
@@ -128,17 +129,19 @@ def test_a_state_of_another_slice_is_refused_and_changes_nothing(wrong: dict[str
     assert mine.master.tolist() == [5, 6, 7, 8]
 
 
-def test_weights_are_taken_in_from_where_they_begin_and_only_where_they_are_new() -> None:
+@pytest.mark.parametrize("offload", [None, Offload("memory", chunk=3)])
+def test_weights_are_taken_in_from_where_they_begin_and_only_where_they_are_new(offload: Offload | None) -> None:
     """The master keeps what bfloat16 cannot hold, unless the parameter was written."""
-    mine = shard(Stage1, 1, 3, torch.bfloat16)
+    mine = Stage1(parameters(torch.bfloat16), 3, 1, False, offload)
     mine.master.add_(1e-4)
     mine.adopt(torch.tensor([6.0, 9.0], dtype=torch.bfloat16), 1)
     assert mine.master.tolist() == torch.tensor([5 + 1e-4, 6 + 1e-4, 9, 8 + 1e-4]).tolist()
 
 
-def test_the_master_is_cast_into_a_target_from_where_it_begins() -> None:
+@pytest.mark.parametrize("offload", [None, Offload("memory", chunk=1)])
+def test_the_master_is_cast_into_a_target_from_where_it_begins(offload: Offload | None) -> None:
     target = torch.zeros(2)
-    shard(Stage1, 1).cast_into(target, 1)
+    Stage1(parameters(), 3, 1, False, offload).cast_into(target, 1)
     assert target.tolist() == [6, 7]
 
 
