@@ -99,11 +99,12 @@ def test_the_state_is_of_32_bits_or_the_parameters_64(
     assert {made.master.dtype, made.exp_avg.dtype, made.exp_avg_sq.dtype} == {master}
 
 
+@pytest.mark.parametrize("offload", [None, Offload("memory", chunk=3)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_state_comes_back_with_the_counts_of_what_the_rank_owns(stage: type[Any]) -> None:
+def test_a_state_comes_back_with_the_counts_of_what_the_rank_owns(stage: type[Any], offload: Offload | None) -> None:
     state = {**shard(stage, 1).state_dict(), "steps": [1, 2, 3, 4]}
     state.update({name: torch.rand(4) for name in ("master", "exp_avg", "exp_avg_sq")})
-    loaded = shard(stage, 1)
+    loaded = stage(parameters(), 3, 1, False, offload)
     loaded.load_state_dict(state)
     back = loaded.state_dict()
     assert back.pop("steps") == [0, 2, 3, 0]
@@ -129,7 +130,7 @@ def test_a_state_of_another_slice_is_refused_and_changes_nothing(wrong: dict[str
     assert mine.master.tolist() == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("offload", [None, Offload("memory", chunk=3)])
+@pytest.mark.parametrize("offload", [None, Offload("memory", chunk=1)])
 def test_weights_are_taken_in_from_where_they_begin_and_only_where_they_are_new(offload: Offload | None) -> None:
     """The master keeps what bfloat16 cannot hold, unless the parameter was written."""
     mine = Stage1(parameters(torch.bfloat16), 3, 1, False, offload)
@@ -163,6 +164,27 @@ def test_a_step_updates_runs_of_equal_options_and_counts_what_was_used(stage: ty
             optimizer.step()
     assert made.steps == [3, 2, 3, 3]
     assert made.master.tolist() == torch.cat([p.detach() for p in wanted]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("skipped", "steps", "calls"),
+    [
+        ([False] * 4, [0, 0, 0, 0], [(0, 8, 1), (8, 10, 1)]),  # the last one has options of its own
+        ([False, True, False, False], [0, 0, 0, 0], [(0, 3, 1), (7, 8, 1), (8, 10, 1)]),
+        ([False] * 4, [0, 1, 1, 1], [(0, 3, 1), (3, 8, 2), (8, 10, 2)]),
+        ([True] * 4, [0, 0, 0, 0], []),
+    ],
+)
+def test_neighbours_of_equal_options_and_counts_are_one_call(
+    skipped: list[bool], steps: list[int], calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seen = shard(Stage1, 0, 1), list[tuple[int, int, int]]()
+    made._skipped, made.steps = skipped, list(steps)
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    group_of = {p: options if i < 3 else dict(options) for i, p in enumerate(made.flat.params)}
+    monkeypatch.setattr(made.state, "adamw_", lambda lo, hi, grad, step, **_: seen.append((lo, hi, step)))
+    made.update(torch.ones(10), group_of)
+    assert seen == calls
 
 
 def test_a_parameter_that_no_rank_used_is_told_from_one_with_a_gradient_of_zero() -> None:

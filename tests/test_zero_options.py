@@ -68,6 +68,28 @@ def test_each_dtype_has_a_shard_in_the_order_of_declaration() -> None:
     assert [shard.flat.numels for shard in zero.shards] == [[1, 3], [2, 4]]
 
 
+class Doubled(nn.Module):
+    """A layer of float32, then one of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.double_ = nn.Linear(2, 2), nn.Linear(2, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.double_(self.single(x).double())
+        return out
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_of_each_dtype_are_trained(stage: int) -> None:
+    net = Doubled()
+    zero = ZeroOptimizer(net, 1, 0, lr=0.1, stage=stage)
+    net(torch.ones(1, 2)).sum().backward()
+    zero.step()
+    assert [shard.steps for shard in zero.shards] == [[1, 1], [1, 1]]
+    assert [(shard.exp_avg != 0).all() for shard in zero.shards] == [True, True]
+
+
 def made_body() -> list[str]:
     ledger.clear()
     ZeroOptimizer(model(), dist.get_world_size(), dist.get_rank())
@@ -79,7 +101,7 @@ def test_ranks_compare_their_parameters_once() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_are_what_a_rank_holds_between_backward_and_step(stage: int) -> None:
+def test_gradients_are_those_of_a_rank_between_backward_and_step(stage: int) -> None:
     """Whole ones in stage 1, a slice of the sum above; a frozen parameter's too, until they are forgotten."""
     net = model()
     net[0].bias.requires_grad_(False)

@@ -318,6 +318,34 @@ def test_in_backward_too_the_next_unit_is_on_its_way_when_one_begins(ranks: Worl
     assert ranks.run(ahead_body) == [wanted] * ranks.world_size
 
 
+def messages_body() -> list[dict[str, int]]:
+    """Per stage: the exchanges of one step, and the buckets and segments that they are of."""
+    seen = []
+    for stage in (1, 2, 3):
+        model, zero = build(stage)
+        train(model, zero, range(1, 2))  # which tells the order of use
+        zero.zero_grad()
+        ledger.clear()
+        backward(model, 1, 0, True)
+        zero.step()
+        units = zero._units
+        parts = [] if units is None else [len(unit.segments) for unit in units._order]
+        buckets = 0 if zero._reducer is None else len(zero._reducer.buckets)
+        seen.append(
+            {"calls": len(ledger.entries()), "buckets": buckets, "segments": sum(parts), "kept": sum(parts[-1:])}
+        )
+    return seen
+
+
+def test_a_step_sends_each_bucket_once_and_gathers_each_segment_once_or_twice(ranks: World) -> None:
+    """Stage 3 gathers in forward and again in backward, but for what forward ends with: parameters move once more than in stage 2."""
+    sent = ranks.world_size > 1
+    for first, second, third in ranks.run(messages_body):
+        assert first["calls"] == 2 * sent
+        assert second["calls"] == (second["buckets"] + 1) * sent
+        assert third["calls"] == (third["buckets"] + 2 * third["segments"] - third["kept"]) * sent
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_uses_its_gradients_up(stage: int) -> None:
     def trained(forget: bool) -> list[Tensor]:
