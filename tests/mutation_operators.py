@@ -17,7 +17,7 @@ from cosmic_ray.work_item import MutationSpec
 
 # What is the same when it is done twice: setting, emptying, and calls that do nothing but raise an error.
 IDEMPOTENT = re.compile(
-    r"\.(zero_|copy_|fill_|clear|discard)\(|\.add_\(0\.0\)|\b(_?check(ed)?_\w+|check|_?need_\w+|step_name)\("
+    r"\.(zero_|zero_grad|copy_|fill_|clear|discard)\(|\.add_\(0\.0\)|\b(_?check(ed)?_\w+|check|_?need_\w+|step_name)\("
 )
 
 

@@ -132,6 +132,17 @@ def test_micro_batches_are_counted_in_exact_mode_alone_and_forgotten_with_their_
     assert counts == [2, 0, 0, 0]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_assigned_by_hand_are_summed_in_exact_mode_too(stage: int) -> None:
+    net = model()
+    zero = ZeroOptimizer(net, 1, 0, lr=0.1, stage=stage, reduction="exact")
+    net[0].bias.grad = torch.full((3,), 0.5)
+    zero.fold()
+    zero.step()
+    assert (zero.shards[0].exp_avg != 0).sum() == 3
+    assert zero.last_grad_sq == pytest.approx(3 * 0.5**2)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("reduction", ["sum", "exact"])
 def test_only_sums_that_depend_on_order_are_kept_back_in_no_sync(stage: int, reduction: str) -> None:
