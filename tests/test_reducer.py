@@ -48,10 +48,8 @@ def made(bucket_bytes: int, **options: Any) -> tuple[list[nn.Parameter], ZeroOpt
 
 def backward(params: Sequence[nn.Parameter], used: Sequence[int] = (0, 1, 2, 3), fail: bool = False) -> None:
     """Gradients of i + 1 for parameter i of those that are used."""
-    loss = sum(((i + 1.0) * params[i]).sum() for i in used)
-    if fail:
-        loss = loss + _Fails.apply(params[0]).sum()
-    loss.backward()
+    last = [_Fails.apply(params[0]).sum()] if fail else []  # what is built first comes last in backward
+    sum([*last, *(((i + 1.0) * params[i]).sum() for i in used)]).backward()
 
 
 class _Fails(torch.autograd.Function):
@@ -115,6 +113,15 @@ def test_gradients_kept_back_leave_with_the_next_backwards(messages: Messages) -
     assert messages.sent == [[6, 6, 6, 4], [1, 1, 4, 4]]
 
 
+def test_gradients_kept_back_are_forgotten_too(messages: Messages) -> None:
+    params, zero = made(16)
+    with zero.no_sync():
+        backward(params)
+    zero.zero_grad()
+    backward(params, used=(1, 2))
+    assert messages.sent == [[3, 3, 3, -0.0], [-0.0, -0.0, 2, 2]]
+
+
 def test_each_backward_outside_is_an_exchange_of_its_own_and_sums_up(messages: Messages) -> None:
     params, zero = made(16)
     for _ in range(2):
@@ -126,7 +133,8 @@ def test_each_backward_outside_is_an_exchange_of_its_own_and_sums_up(messages: M
 def test_after_a_backward_that_failed_nothing_is_under_way_and_training_goes_on(messages: Messages) -> None:
     params, zero = made(1)
     with pytest.raises(ZeroDivisionError):
-        backward(params, fail=True)
+        backward(params, used=(1, 2, 3), fail=True)
+    assert (messages.sent, messages.under_way) == ([[4], [3, 3, 3], [2, 2]], 1)
     zero.zero_grad()
     assert messages.under_way == 0
     assert [p.grad for p in params] == [None] * 4
