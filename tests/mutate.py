@@ -93,7 +93,7 @@ def judge(name: str, settings: dict[str, Any], most: int | None) -> Score:
                 score.equivalent += 1
                 continue
             log.unlink()
-            ended = outcome(tests, 10 + 4 * seconds, deadline_s, log)
+            ended = outcome(tests, 10 + 3 * seconds, deadline_s, log)
         score.survived, score.killed = score.survived + (ended == "passed"), score.killed + (ended != "passed")
         score.late += ended == "late"
         if ended == "passed":

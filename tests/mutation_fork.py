@@ -14,6 +14,7 @@ os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
 )  # before torch: no pool of threads may stand when a process forks
 
+import re
 import shlex
 import signal
 import socket
@@ -32,6 +33,7 @@ import torch._dynamo  # noqa: F401  # the first optimizer imports it
 
 gc.collect()
 gc.freeze()  # no fork has to look through what is loaded here
+LATE = re.compile(r"DeadlineExceeded|\+ Timeout \+")  # what the launcher, and pytest-timeout, say of what does not end
 SERVER = "minigpt_dist.launch.server"  # what the code of a rank server imports
 
 
@@ -123,12 +125,13 @@ def _run(arguments: str, deadline_s: float, log: Path) -> int:
     sys.path[:0] = [os.getcwd()]
     _fork_the_first_server()
     loaded = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis, whose assertions are not the tests
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *loaded, *shlex.split(arguments)]
+    limits = ["--timeout", str(1.5 * deadline_s)]  # of one test: a loop without end in this process
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *loaded, *limits, *shlex.split(arguments)]
     return int(pytest.main(options, plugins=[_Haste(deadline_s)]))
 
 
 def outcome(arguments: str, limit_s: float, deadline_s: float, log: Path) -> str:
-    """ "passed", "failed" or "late": of the tests, in a fork that has not imported the package; what they print goes to `log`.
+    """How the tests ended, in a fork that has not imported the package: passed, failed, or late, where something did not end.
 
     deadline_s: for any one job of ranks; limit_s: for all.
     """
@@ -148,7 +151,7 @@ def outcome(arguments: str, limit_s: float, deadline_s: float, log: Path) -> str
         if done:
             if os.waitstatus_to_exitcode(status) == 0:
                 return "passed"
-            return "late" if "DeadlineExceeded" in log.read_text(errors="replace") else "failed"
+            return "late" if LATE.search(log.read_text(errors="replace")) else "failed"
         time.sleep(0.01)  # between two looks at a child that has a limit; a pidfd would be Linux alone
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
