@@ -46,7 +46,9 @@ def test_padding_is_dropped_when_cut_anew(world_size: int) -> None:
         shard = state["optimizer"]["shards"][0]
         for name in ("master", "exp_avg", "exp_avg_sq"):
             shard[name] = torch.cat([shard[name], torch.zeros(3 - shard["numel"])])
-    assert canonical(split_state(merge_states(padded), world_size)) == canonical(without_rng(world_states(world_size)))
+    whole = merge_states(padded)
+    assert canonical(whole) == canonical(without_rng(world_states(1))[0])
+    assert canonical(split_state(whole, world_size)) == canonical(without_rng(world_states(world_size)))
 
 
 def test_slices_that_ranks_hold_in_another_order_are_joined_by_offset() -> None:
@@ -74,6 +76,13 @@ def test_a_count_that_only_its_owner_knows_reaches_all() -> None:
     for state, steps in zip(states, ([3, 0], [3, 3], [0, 3]), strict=True):
         shard_of([state], 0)["steps"] = steps
     assert canonical(split_state(merge_states(states), 2)) == canonical(without_rng(world_states(2)))
+
+
+def test_a_parameter_that_was_never_updated_counts_nothing() -> None:
+    states = world_states(3)
+    for state in states:
+        shard_of([state], 0)["steps"] = [0, 1]
+    assert shard_of([merge_states(states)], 0)["steps"] == [0, 1]
 
 
 def test_new_slices_share_no_memory() -> None:
@@ -113,7 +122,31 @@ WRONG: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
         lambda s: s[1]["model"].update(w=s[1]["model"]["w"].nextafter(torch.tensor(9.0))),
         "expected the same /model/w on all ranks, but that of rank 1",
     ),
-    "no slice on one rank": (lambda s: s[1]["optimizer"].pop("shards"), r"rank 1 has slices at \[\], rank 0 at"),
+    "no slice on one rank": (
+        lambda s: s[1]["optimizer"].pop("shards"),
+        r"rank 1 has slices at \[\], rank 0 at \['/optimizer/shards/0'\]",
+    ),
+    "no slice on the last rank": (
+        lambda s: s[2]["optimizer"].pop("shards"),
+        r"rank 2 has slices at \[\], rank 0 at \['/optimizer/shards/0'\]",
+    ),
+    "counts that the last rank has not": (
+        lambda s: shard_of(s, 2).update(steps=None),
+        "/steps: expected lists of one length",
+    ),
+    "counts that the first rank lacks": (lambda s: shard_of(s, 0).pop("steps"), "/steps: expected lists of one length"),
+    "a tensor that one rank lacks": (
+        lambda s: s[1]["model"].update(w=None),
+        "expected the same values on all ranks, but those of rank 1",
+    ),
+    "bytes of another shape": (
+        lambda s: s[1]["model"].update(w=s[1]["model"]["w"].reshape(-1, 1)),
+        "expected the same /model/w on all ranks, but that of rank 1",
+    ),
+    "bytes of another dtype": (
+        lambda s: s[1]["model"].update(w=s[1]["model"]["w"].view(torch.int32)),
+        "expected the same /model/w on all ranks, but that of rank 1",
+    ),
 }
 
 
@@ -130,7 +163,11 @@ def test_ranks_that_do_not_fit_together_are_refused(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "change", [{"offset": -1}, {"numel": 11}, {"offset": 8}, {"master": torch.zeros(2, 2)}, {"exp_avg": torch.zeros(3)}]
+    "change",
+    [
+        *({"offset": -1}, {"numel": -1}, {"numel": 11}, {"offset": 8}),
+        *({"master": torch.zeros(2, 2)}, {"master": torch.zeros(5, 2)}, {"exp_avg": torch.zeros(3)}),
+    ],
 )
 def test_a_slice_that_cannot_be_is_refused_when_saved(change: dict[str, Any], tmp_path: Path) -> None:
     state = rank_state(0, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import json
 import math
 import struct
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from minigpt_dist.checkpoint import CheckpointError, load_shard, load_sharded, read_manifest, save_shard, save_sharded
+from minigpt_dist.checkpoint.manifest import Manifest
 from minigpt_dist.checkpoint.shard_file import FORMAT_DTYPES, RAW_DTYPES, encode_shard, read_shard, write_shard
 from minigpt_dist.checkpoint.state import FlatState, flatten, unflatten
 
@@ -219,3 +221,43 @@ def test_no_rank_returns_before_rank_0_has_committed(tmp_path: Path) -> None:
         return canonical(load_sharded(tmp_path, 4))
 
     assert on_ranks(4, body) == [canonical(world_states(4))] * 4
+
+
+def test_the_bytes_on_disk_are_those_of_schema_1(tmp_path: Path) -> None:
+    """A checkpoint of one release loads in the next, byte for byte: another format is another version of the schema."""
+    states = [{**state, "odd": torch.tensor([1 + 2j]), "nan": math.nan} for state in world_states(2)]
+    save_sharded(states, tmp_path, 10, meta={"b": "\u00e9", "a": 1})
+    found = {name: hashlib.sha256(raw).hexdigest()[:16] for name, raw in sorted(content(tmp_path).items())}
+    assert found == {
+        "latest": "372722cf5bc48ea4",
+        "step-00000010/manifest.json": "85abd619bb377bdd",
+        "step-00000010/rank-00000-of-00002.safetensors": "413475c786b33239",
+        "step-00000010/rank-00001-of-00002.safetensors": "cb4e7d71a4839d8d",
+    }
+
+
+def test_meta_of_the_greatest_depth_and_of_none_comes_back(tmp_path: Path) -> None:
+    deep: Any = {}
+    for _ in range(64):
+        deep = {"a": deep}
+    assert save_sharded([{}], tmp_path, 0, meta=deep).meta == deep
+    assert save_sharded([{}], tmp_path, 1).meta == Manifest(1, 0, ()).meta == {}
+    with pytest.raises(ValueError, match="meta must be nested at most 64 deep"):
+        save_sharded([{}], tmp_path, 2, meta={"a": deep})
+
+
+def test_a_state_of_the_greatest_depth_and_int_comes_back() -> None:
+    deep: Any = (1 << 8192) - 1
+    for i in range(64):
+        deep = {"a": deep} if i % 2 else [deep]
+    assert unflatten(flatten(deep)) == deep
+    with pytest.raises(ValueError, match="nested deeper than 64"):
+        flatten({"a": [deep]})
+    with pytest.raises(ValueError, match="int of 8193 bits, at most 8192"):
+        flatten({"a": 1 << 8192})
+
+
+def test_tensors_without_a_place_are_named_the_first_of_them() -> None:
+    tensors = {"/b": torch.ones(1), "/a": torch.ones(1), "/c": torch.ones(1)}
+    with pytest.raises(ValueError, match="no place in the tree for '/a'"):
+        unflatten(FlatState(tensors, flatten({"x": 1}).plain))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,27 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minigpt_dist.launch import World
-from minigpt_dist.parallel.collectives import all_gather_slices, broadcast, exchange, reduce_scatter_sum, world
+from minigpt_dist.launch import World, ledger, run_world
+from minigpt_dist.parallel import collectives
+from minigpt_dist.parallel.collectives import (
+    ONE_ROUND_BYTES,
+    alike,
+    all_gather_slices,
+    all_gather_start,
+    all_reduce_max,
+    all_reduce_start,
+    all_reduce_sum,
+    barrier,
+    broadcast,
+    exchange,
+    reduce_scatter_start,
+    reduce_scatter_sum,
+    subgroup,
+    world,
+)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=[4, 3, 2, 1])
 def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     with World(request.param, deadline_s=60) as live:
         yield live
@@ -33,11 +50,12 @@ def reduce_body(seed: int, bounds: list[int]) -> torch.Tensor:
     return mine
 
 
-def gather_body(seed: int, bounds: list[int]) -> torch.Tensor:
+def gather_body(seed: int, bounds: list[int], one_round_bytes: int) -> torch.Tensor:
     rank = dist.get_rank()
     flat = torch.full((bounds[-1],), -1.0)
     flat[bounds[rank] : bounds[rank + 1]] = _addend(seed, 0, bounds[-1])[bounds[rank] : bounds[rank + 1]]
-    all_gather_slices(flat, bounds)
+    with mock.patch.object(collectives, "ONE_ROUND_BYTES", one_round_bytes):
+        all_gather_slices(flat, bounds)
     return flat
 
 
@@ -49,9 +67,9 @@ def empty_exchange_body() -> list[bytes]:
     return exchange(b"")
 
 
-def broadcast_body(src: int) -> torch.Tensor:
+def broadcast_body(*src: int) -> torch.Tensor:
     t = torch.full((3,), float(dist.get_rank()))
-    broadcast(t, src)
+    broadcast(t, *src)
     return t
 
 
@@ -82,14 +100,15 @@ def test_reduced_slices_are_the_sum_in_rank_order_wherever_they_are_cut(
     assert torch.equal(torch.cat(ranks.run(reduce_body, seed, bounds)), in_rank_order(seed, N, numel))
 
 
-@given(seed=st.integers(0, 99), cuts=CUTS, numel=st.integers(0, 40))
-@example(seed=0, cuts=[10, 20, 30], numel=40)
-@example(seed=1, cuts=[0, 40, 40], numel=40)
+@given(seed=st.integers(0, 99), cuts=CUTS, numel=st.integers(0, 40), limit=st.sampled_from([0, 80, ONE_ROUND_BYTES]))
+@example(seed=0, cuts=[10, 20, 30], numel=40, limit=0)
+@example(seed=0, cuts=[10, 20, 30], numel=40, limit=ONE_ROUND_BYTES)
+@example(seed=1, cuts=[0, 40, 40], numel=40, limit=ONE_ROUND_BYTES)
 def test_gathered_slices_reach_every_rank_wherever_they_are_cut(
-    ranks: World, seed: int, cuts: list[int], numel: int
+    ranks: World, seed: int, cuts: list[int], numel: int, limit: int
 ) -> None:
     bounds = [0, *sorted(min(c, numel) for c in cuts[: world_size_of(ranks) - 1]), numel]
-    assert all(torch.equal(flat, _addend(seed, 0, numel)) for flat in ranks.run(gather_body, seed, bounds))
+    assert all(torch.equal(flat, _addend(seed, 0, numel)) for flat in ranks.run(gather_body, seed, bounds, limit))
 
 
 def test_bytes_of_unequal_length_arrive_in_rank_order(ranks: World) -> None:
@@ -104,14 +123,173 @@ def test_nothing_can_be_exchanged_too(ranks: World) -> None:
 def test_broadcast_copies_the_source(ranks: World) -> None:
     last = world_size_of(ranks) - 1
     assert all(t.tolist() == [float(last)] * 3 for t in ranks.run(broadcast_body, last))
+    assert all(t.tolist() == [0.0] * 3 for t in ranks.run(broadcast_body))
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
     assert world() == (1, 0)
     assert exchange(b"x") == [b"x"]
+    assert all_reduce_start(torch.ones(1)) is None
+    for call in (broadcast, all_reduce_sum, all_reduce_max):
+        call(torch.ones(1))
+    barrier()
+
+
+def calls_body() -> dict[str, list[str]]:
+    """What each function asks of the backend, as the ledger saw it."""
+    N, seen = dist.get_world_size(), {}
+    even, uneven = [i * 2 for i in range(N + 1)], [0, *(i + 1 for i in range(N))]
+    large = [i * (ONE_ROUND_BYTES // 4) for i in range(N + 1)]
+    for name, call in {
+        "sum": lambda: all_reduce_sum(torch.ones(1)),
+        "max": lambda: all_reduce_max(torch.ones(1)),
+        "start": lambda: (work := all_reduce_start(torch.ones(1))) and work.wait(),
+        "broadcast": lambda: broadcast(torch.ones(1)),
+        "barrier": barrier,
+        "reduce": lambda: reduce_scatter_sum(torch.ones(2 * N), even),
+        "gather": lambda: all_gather_slices(torch.ones(2 * N), even),
+        "gather of one owner": lambda: all_gather_slices(torch.ones(N), [0] + [N] * N),
+        "gather at the limit": lambda: all_gather_slices(
+            torch.ones(ONE_ROUND_BYTES // 4), [0] * N + [ONE_ROUND_BYTES // 4]
+        ),
+        "large gather": lambda: all_gather_slices(torch.ones(large[-1]), large),
+        "uneven gather": lambda: all_gather_slices(torch.ones(uneven[-1]), uneven),
+        "exchange": lambda: exchange(b"x"),
+        "exchange of nothing": lambda: exchange(b""),
+    }.items():
+        ledger.clear()
+        call()
+        seen[name] = [entry["op"] for entry in ledger.entries()]
+    return seen
+
+
+def test_each_function_is_the_one_message_that_it_says(ranks: World) -> None:
+    """Twice would be the right numbers, or wrong ones; nothing at all on one rank."""
+    N = world_size_of(ranks)
+    wanted = {
+        "sum": ["all_reduce"],
+        "max": ["all_reduce"],
+        "start": ["all_reduce"],
+        "broadcast": ["broadcast"],
+        "barrier": ["barrier"],
+        "reduce": ["all_to_all_single"],
+        "gather": ["all_to_all_single"],
+        "gather of one owner": ["broadcast"],
+        "gather at the limit": ["broadcast"],
+        "large gather": ["broadcast"] * N,
+        "uneven gather": ["all_to_all_single"],
+        "exchange": ["all_gather"] * 2,
+        "exchange of nothing": ["all_gather"],
+    }
+    assert ranks.run(calls_body) == [wanted if N > 1 else {name: [] for name in wanted}] * N
 
 
 def test_reduction_without_a_process_group_copies() -> None:
     flat = torch.arange(3.0)
     mine: Any = reduce_scatter_sum(flat, [0, 3])
     assert mine.data_ptr() != flat.data_ptr()
+
+
+def halves_body() -> dict[str, Any]:
+    """Even and odd ranks apart, in groups of their own: every function within the group, and what it brought."""
+    N, rank = world()
+    own = list(range(rank % 2, N, 2))
+    group, twin = subgroup(own), alike(subgroup(own))
+    n, place = world(group)
+    bounds = [i * (i + 1) for i in range(n + 1)]
+    large = [0, *[ONE_ROUND_BYTES] * n]  # more than one round's, all of it the first's
+    mine, flat, long = (
+        torch.full((bounds[-1],), float(rank)),
+        torch.full((bounds[-1],), -1.0),
+        torch.full((large[-1],), -1.0),
+    )
+    flat[bounds[place] : bounds[place + 1]] = float(rank)
+    long[large[place] : large[place + 1]] = float(rank)
+    sent = torch.tensor(float(rank))
+    broadcast(sent, n - 1, twin)
+    started = torch.tensor(float(rank))
+    work = all_reduce_start(started, group)
+    if work is not None:
+        work.wait()
+    finish = all_gather_start(flat, bounds, group)
+    finish()
+    all_gather_slices(long, large, group)
+    barrier(group)
+    return {
+        "ranks": [n, place],
+        "sum": float(all_reduce_sum(torch.tensor(float(rank)), group)),
+        "started": float(started),
+        "max": float(all_reduce_max(torch.tensor(float(rank)), group)),
+        "sent": float(sent),
+        "reduced": reduce_scatter_sum(mine, bounds, group).tolist(),
+        "gathered": flat.tolist(),
+        "large": [long.min().item(), long.max().item()],
+        "told": exchange(bytes([rank]), twin),
+    }
+
+
+def test_a_group_exchanges_among_its_own_ranks_alone() -> None:
+    """Counted within the group: the last of the odd ranks is its rank 1, and rank 3 of the world."""
+    for rank, seen in enumerate(run_world(halves_body, 4)):
+        own = [rank % 2, rank % 2 + 2]
+        place, total = rank // 2, float(sum(own))
+        assert seen == {
+            "ranks": [2, place],
+            "sum": total,
+            "started": total,
+            "max": own[1],
+            "sent": own[1],
+            "reduced": [total] * (2 + 2 * place),
+            "gathered": [float(own[0])] * 2 + [float(own[1])] * 4,
+            "large": [own[0], own[0]],
+            "told": [bytes([each]) for each in own],
+        }
+
+
+def groups_body() -> list[Any]:
+    """Groups, what they are to each other, and two exchanges at once that are told apart by their groups."""
+    N, rank = world()
+    pair = subgroup([0, 1]) if rank < 2 else subgroup([2])
+    other, twin = alike(None), alike(pair)  # the world's first: until then all ranks have made as many groups
+    order = (pair, twin) if rank == 0 else (twin, pair)
+    works = [all_reduce_start(torch.ones(1), group) for group in order]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return [
+        subgroup(range(N)) is None,
+        dist.get_process_group_ranks(pair),
+        twin is pair,
+        dist.get_process_group_ranks(twin),
+        other is None,
+        world(other),
+    ]
+
+
+def test_another_group_of_the_same_ranks_is_another_where_there_is_more_than_one() -> None:
+    first, second, third = run_world(groups_body, 3)
+    assert first == [True, [0, 1], False, [0, 1], False, (3, 0)]
+    assert second == [True, [0, 1], False, [0, 1], False, (3, 1)]
+    assert third == [True, [2], True, [2], False, (3, 2)]
+
+
+def inbox_body() -> list[Any]:
+    """A sum received into memory that the caller gave; two sums and a gather under way at once."""
+    N, rank = world()
+    bounds = [2 * i for i in range(N + 1)]
+    inbox, flat = torch.full((2 * N,), -1.0), torch.arange(2.0 * N) + rank
+    first, second = reduce_scatter_start(flat, bounds, None, inbox), reduce_scatter_start(flat * 2, bounds)
+    gathered = torch.full((2 * N,), float(rank))
+    wait = all_gather_start(gathered, bounds)
+    a, b = first(), second()
+    wait()
+    within = a.untyped_storage().data_ptr() == inbox.untyped_storage().data_ptr()
+    return [within, a.tolist(), b.tolist(), gathered.tolist()]
+
+
+def test_exchanges_may_be_under_way_at_once_and_a_sum_may_come_into_given_memory(ranks: World) -> None:
+    N = world_size_of(ranks)
+    for rank, (within, once, twice, gathered) in enumerate(ranks.run(inbox_body)):
+        wanted = [float(sum(2 * rank + i + r for r in range(N))) for i in range(2)]
+        assert (within, once, twice) == (N > 1, wanted, [2 * x for x in wanted])
+        assert gathered == [float(r) for r in range(N) for _ in range(2)]

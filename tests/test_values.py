@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import struct
+import types
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,8 @@ import torch
 from minigpt_dist import MiniGPT, ModelConfig, TrainConfig, make_corpus
 from minigpt_dist.batches import read_batch
 from minigpt_dist.corpus import read_text
-from minigpt_dist.trace import Record, Trace, digest, leaves, read_trace, tensor_bytes
+from minigpt_dist.loss import next_token_loss
+from minigpt_dist.trace import Record, Trace, digest, leaves, merge, read_trace, state_digests, tensor_bytes
 
 
 def test_default_model_has_29824_parameters() -> None:
@@ -72,6 +77,32 @@ def test_a_corpus_that_is_too_short_is_refused() -> None:
         read_batch(make_corpus(0, 10), config, 0, 0)
 
 
+def test_every_token_is_read_once_step_by_step_rank_by_rank_and_micro_batch_by_micro_batch() -> None:
+    """Targets lie one token later than inputs; each block of batch * seq_len + 1 tokens begins where the last one ended."""
+    config = TrainConfig(world_size=2, steps=2, micro_batches=3, batch=2, model=ModelConfig(seq_len=4))
+    corpus = torch.arange(config.total_tokens)
+    order = [(step, rank, micro) for step in range(2) for rank in range(2) for micro in range(3)]
+    for i, (step, rank, micro) in enumerate(order):
+        x, y = read_batch(corpus, config, step, rank, micro)
+        assert x.tolist() == torch.arange(9 * i, 9 * i + 8).view(2, 4).tolist()
+        assert y.tolist() == (x + 1).tolist()
+    assert read_batch(corpus, config, 1, 1)[0][0, 0] == 9 * 9  # the first micro-batch, where none is named
+    with pytest.raises(ValueError, match="corpus has 17 tokens, but step 0 reads up to 18"):
+        read_batch(corpus[:17], config, 0, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_loss_is_the_mean_over_tokens_of_minus_log_probability(dtype: torch.dtype) -> None:
+    """16-bit logits in float32, float64 in its own."""
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    targets = torch.arange(12).view(3, 4).t()[:2, :3].contiguous().t().t() % 5  # not contiguous in memory
+    logs = logits.double().log_softmax(-1)
+    wanted = -sum(float(logs[i, j, targets[i, j]]) for i in range(2) for j in range(3)) / 6
+    loss = next_token_loss(logits, targets)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert float(loss) == pytest.approx(wanted, rel=1e-12 if dtype == torch.float64 else 1e-6)
+
+
 def test_text_is_read_as_bytes(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)))
@@ -98,6 +129,67 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
         {"impl": "x"},
         [(0, 0, 1.0), (1, 1, 2.5)],
     )
+
+
+def test_a_trace_of_two_ranks_sums_up_by_step() -> None:
+    """The mean of losses, the norm of disjoint slices, the steps left out; step 0 is before training."""
+    records = [
+        Record(
+            step,
+            rank,
+            loss=step + 2.0 * rank,
+            grad_sq=4.5 * step,
+            skipped=(0, 0, 1, 1)[step],
+            bytes={"p": 1} if step == 2 else {},
+        )
+        for rank in (1, 0)
+        for step in (3, 2, 1, 0)
+    ]
+    trace = merge({"impl": "x"}, [records[:4], records[4:]])
+    assert (trace.header, trace.world_size, trace.steps) == ({"impl": "x"}, 2, [0, 1, 2, 3])
+    assert [(r.step, r.rank) for r in trace.records] == [(s, r) for s in range(4) for r in range(2)]
+    assert [r.rank for r in trace.at(2)] == [0, 1]
+    assert {r.step for r in trace.counted()} == {2}
+    assert trace.mean_losses() == {1: 2.0, 2: 3.0, 3: 4.0}
+    assert trace.grad_norms() == {1: 3.0, 2: pytest.approx(18**0.5), 3: pytest.approx(27**0.5)}
+    assert trace.skips() == [2]
+    assert (Trace({}, []).world_size, Trace({}, []).steps) == (0, [])
+
+
+def test_a_record_that_says_nothing_holds_no_numbers() -> None:
+    """Not zeros, which would be read as measured."""
+    record = Record(step=1, rank=0)
+    unknown = (record.loss, record.grad_norm, record.grad_sq, record.param_norm, record.loss_scale, record.update_ratio)
+    assert all(math.isnan(x) for x in unknown)
+    assert record.skipped == 0
+
+
+def test_equal_traces_are_equal_files_with_sorted_names(tmp_path: Path) -> None:
+    Trace({"b": 1, "a": 2}, [Record(step=1, rank=0, params={"w": "1", "b": "2"})]).write(tmp_path / "trace.jsonl")
+    head, line, end = (tmp_path / "trace.jsonl").read_text().split("\n")
+    assert (head, end) == ('{"header": {"a": 2, "b": 1}}', "")
+    assert '"params": {"b": "2", "w": "1"}, "rank": 0' in line
+
+
+def test_a_state_is_digests_of_tensors_and_words_of_the_rest() -> None:
+    """Keys that are no words are listed by what they read as; what holds nothing is not listed."""
+    tensor = torch.ones(2)
+    state = {"t": tensor, "n": {2: (1.5,), 10: None}, "empty": []}
+    assert state_digests(state) == {"t": digest(tensor), "n.2.0": "1.5", "n.10": "None"}
+    assert [path for path, _ in leaves(state)] == ["n.10", "n.2.0", "t"]
+    assert list(leaves([[5]])) == [("0.0", 5)]
+
+
+def test_a_digest_is_sha256_of_dtype_shape_and_bytes() -> None:
+    tensor = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    raw = b"torch.float32 (1, 2) " + struct.pack("<2f", 1.0, 2.0)
+    assert digest(tensor) == hashlib.sha256(raw).hexdigest()
+    assert (tensor_bytes(tensor), tensor_bytes(torch.zeros(0, 3))) == (raw[-8:], b"")
+
+
+def test_of_a_tensor_spread_over_ranks_its_own_part_counts() -> None:
+    spread = types.SimpleNamespace(to_local=lambda: torch.ones(2), dtype=torch.float32)
+    assert digest(spread) == digest(torch.ones(2))  # type: ignore[arg-type]  # what of a DTensor is read
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from minigpt_dist.launch import RankError, run_world
 from minigpt_dist.memory import baseline, census
 
 
-def pair(**options: Any) -> tuple[nn.Module, nn.Module, ZeroOptimizer, torch.optim.AdamW]:
+def pair(**options: Any) -> tuple[nn.Sequential, nn.Sequential, ZeroOptimizer, torch.optim.AdamW]:
     """Two equal models, ours and torch's optimizer over them."""
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
@@ -82,6 +82,16 @@ def test_a_gradient_made_with_create_graph_counts_as_one() -> None:
 
     with pytest.warns(UserWarning, match="create_graph"):
         assert both(step)
+
+
+def test_gradients_add_up_without_zero_grad_also_of_a_parameter_that_was_not_used_before() -> None:
+    ours, theirs, zero, adamw = pair()
+    for model, optimizer in ((ours, zero), (theirs, adamw)):
+        model[0](torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        backward(model, 1)
+        optimizer.step()
+    assert same(ours, theirs)
 
 
 def test_weights_loaded_into_the_model_between_steps_are_trained_on() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minigpt_dist import MiniGPT, ZeroOptimizer
 from minigpt_dist.launch import LaunchError, RankError, World, ledger, run_world
 from minigpt_dist.memory import held, live_bytes
 from minigpt_dist.model import Block
+from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.stages.units import unit_modules
 from minigpt_dist.runner import capture, restore_state
 from minigpt_dist.trace import digest, state_digests
@@ -54,7 +54,7 @@ class Odd(nn.Module):
 
 def backward(model: nn.Module, step: int, micro: int, use_odd: bool) -> float:
     """One micro-batch of this rank's own."""
-    draw = torch.Generator().manual_seed(step * 100 + dist.get_rank() * 10 + micro)
+    draw = torch.Generator().manual_seed(step * 100 + world()[1] * 10 + micro)
     ids = torch.randint(0, 12, (3, 5), generator=draw)
     loss = nn.functional.cross_entropy(model(ids, use_odd).flatten(0, 1).float(), ids.flatten())
     loss.backward()
@@ -66,7 +66,7 @@ def train(model: nn.Module, zero: ZeroOptimizer, steps: range, micros: int = 1, 
     seen = []
     for step in steps:
         zero.zero_grad()
-        use_odd = step % 2 == 1 and (odd_ranks == "all" or dist.get_rank() == 0)
+        use_odd = step % 2 == 1 and (odd_ranks == "all" or world()[1] == 0)
         losses = []
         for m in range(micros):
             with zero.no_sync() if m < micros - 1 else nullcontext():
@@ -80,7 +80,7 @@ def train(model: nn.Module, zero: ZeroOptimizer, steps: range, micros: int = 1, 
 
 
 def build(stage: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, ZeroOptimizer]:
-    model, N, rank = Odd().to(dtype), dist.get_world_size(), dist.get_rank()
+    model, N, rank = Odd().to(dtype), world()[0], world()[1]
     return model, ZeroOptimizer(model, N, rank, lr=1e-2, stage=stage, bucket_mb=BUCKET_MB, **options)
 
 
@@ -98,6 +98,13 @@ def stages_body(case: str) -> list[list[Any]]:
     options = dict(CASES[case])
     micros = options.pop("micros", 1)
     return [train(*build(stage, **options), range(1, 4), micros) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("case", ["micro-batches", "exact"])
+def test_stages_2_and_3_have_the_bits_of_stage_1_in_one_process(case: str) -> None:
+    first, second, third = stages_body(case)
+    assert second == first
+    assert third == first
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,7 @@ def units_in_flight_body() -> dict[str, Any]:
     model = MiniGPT(num_layers=3)
     units = unit_modules(model)
     sizes = [sum(p.nbytes for m in unit for p in m.parameters()) for unit in units]
-    zero = ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3)
+    zero = ZeroOptimizer(model, world()[0], world()[1], stage=3)
     inputs = [torch.zeros(1, 4, dtype=torch.int64)]
     before, alive = live_bytes(), list[int]()
     for unit in units:
@@ -222,8 +229,8 @@ def test_parameters_alive_in_forward_are_the_unit_that_runs_and_the_next(ranks: 
 def peak_body(stage: int) -> dict[str, int]:
     """The most bytes alive in a step beyond those before it, seen where blocks begin and gradients come; and after backward."""
     torch.manual_seed(0)
-    model, N = MiniGPT(num_layers=8), dist.get_world_size()
-    zero = ZeroOptimizer(model, N, dist.get_rank(), stage=stage, bucket_mb=0.02)
+    model, N = MiniGPT(num_layers=8), world()[0]
+    zero = ZeroOptimizer(model, N, world()[1], stage=stage, bucket_mb=0.02)
     ids, seen = torch.zeros(2, 8, dtype=torch.int64), [0]
     zero.zero_grad()
     before = live_bytes()
@@ -277,7 +284,7 @@ def test_a_unit_left_whole_by_a_forward_alone_is_not_stale_after_the_step(ranks:
 
 def used_while_freed_body() -> list[bool]:
     model = MiniGPT()
-    zero = ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3)
+    zero = ZeroOptimizer(model, world()[0], world()[1], stage=3)
     with zero.gathered():
         whole = not any(p.isnan().any() for p in model.parameters())
     return [whole] + [bool(p.isnan().all()) for p in model.parameters()]
@@ -290,7 +297,7 @@ def test_a_freed_parameter_reads_as_not_a_number_of_its_own_shape(ranks: World) 
 def ahead_body() -> list[int]:
     """Exchanges started in backward by the time that each block's begins, the last block first."""
     model = MiniGPT(num_layers=3)
-    ZeroOptimizer(model, dist.get_world_size(), dist.get_rank(), stage=3, bucket_mb=25)  # gradients leave at the end
+    ZeroOptimizer(model, world()[0], world()[1], stage=3, bucket_mb=25)  # gradients leave at the end
     ids, started = torch.zeros(1, 4, dtype=torch.int64), list[int]()
 
     def watch(module: nn.Module, args: Any, out: Tensor) -> None:
@@ -309,6 +316,34 @@ def test_in_backward_too_the_next_unit_is_on_its_way_when_one_begins(ranks: Worl
     """The head is whole still; each begins with all before it and the next one started."""
     wanted = [2, 3, 4] if ranks.world_size > 1 else [0, 0, 0]
     assert ranks.run(ahead_body) == [wanted] * ranks.world_size
+
+
+def messages_body() -> list[dict[str, int]]:
+    """Per stage: the exchanges of one step, and the buckets and segments that they are of."""
+    seen = []
+    for stage in (1, 2, 3):
+        model, zero = build(stage)
+        train(model, zero, range(1, 2))  # which tells the order of use
+        zero.zero_grad()
+        ledger.clear()
+        backward(model, 1, 0, True)
+        zero.step()
+        units = zero._units
+        parts = [] if units is None else [len(unit.segments) for unit in units._order]
+        buckets = 0 if zero._reducer is None else len(zero._reducer.buckets)
+        seen.append(
+            {"calls": len(ledger.entries()), "buckets": buckets, "segments": sum(parts), "kept": sum(parts[-1:])}
+        )
+    return seen
+
+
+def test_a_step_sends_each_bucket_once_and_gathers_each_segment_once_or_twice(ranks: World) -> None:
+    """Stage 3 gathers in forward and again in backward, but for what forward ends with: parameters move once more than in stage 2."""
+    sent = ranks.world_size > 1
+    for first, second, third in ranks.run(messages_body):
+        assert first["calls"] == 2 * sent
+        assert second["calls"] == (second["buckets"] + 1) * sent
+        assert third["calls"] == (third["buckets"] + 2 * third["segments"] - third["kept"]) * sent
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -374,7 +409,7 @@ def test_a_step_inside_of_gathered_is_refused() -> None:
 def dying_body(stage: int) -> None:
     model, zero = build(stage)
     train(model, zero, range(1, 2))
-    if dist.get_rank() == 1:
+    if world()[1] == 1:
         model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
     train(model, zero, range(2, 3))
 

@@ -129,7 +129,7 @@ def _join(parts: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
     if position != total:
         raise ValueError(f"{place}: expected slices of {total} elements, found {position}")
     whole: dict[str, Any] = {"offset": 0, "numel": total}
-    if COUNTS in parts[0]:
+    if any(COUNTS in part for part in parts):
         whole[COUNTS] = _join_counts([part.get(COUNTS) for part in parts], place)
     for name in (name for name in SLICED_NAMES if any(name in part for part in parts)):
         tensors = [part.get(name) for part in parts]

@@ -27,6 +27,9 @@ def world(group: Group = None) -> tuple[int, int]:
 def subgroup(ranks: Sequence[int]) -> Group:
     """A group of `ranks`, global and ascending, this one among them. Its members call it together; other ranks need not.
 
+    Each of its members must have made as many groups before: torch names a group by its ranks and that number, and where names differ,
+    members wait for each other.
+
     None, the world's own, where all ranks are in it. A rank alone gets a group of one, in which nothing is sent.
     """
     N, _ = world()
@@ -37,7 +40,7 @@ def subgroup(ranks: Sequence[int]) -> Group:
 
 
 def alike(group: Group) -> Group:
-    """Another group of the same ranks, whose exchanges are told apart from those of `group`. All of them call it together."""
+    """Another group of the same ranks, whose exchanges are told apart from those of `group`. As `subgroup` for the rest."""
     N, _ = world(group)
     if N == 1:
         return group

@@ -37,6 +37,29 @@ def unused_parameter_meets_its_old_gradient() -> Names:
 
 
 @fault(
+    source="our own stage 1 with one line changed, which the judge did not notice: the mark of a missing gradient is not taken back",
+    needs="a step without zero_grad after one in which a parameter had no gradient",
+    check="optimizer.keep_grads",
+    stage="reduce",
+    step=2,
+    tensor="p1",
+    green=("optimizer.plain", "optimizer.unused", "optimizer.unused_on_one"),
+)
+def mark_of_a_missing_gradient_stays() -> Names:
+    """step() marks gradients that are missing, and the next backward adds to the mark."""
+
+    class Zero(LessonZero):
+        def reduce(self) -> Tensor:
+            missing = [p for p in self.params() if p.grad is None]
+            mean = super().reduce()
+            for p in missing:
+                p.grad = torch.ones_like(p)
+            return mean
+
+    return {"ZeroOptimizer": Zero}
+
+
+@fault(
     source="pytorch/pytorch#128949",
     needs="a parameter unused on one rank",
     check="optimizer.unused_on_one",
