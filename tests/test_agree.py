@@ -34,6 +34,7 @@ def table(world_size: int) -> dict[str, Row]:
     return {row.stack: row for row in compare_stacks("tiny", world_size, 6, 120.0, chosen)}
 
 
+@slow
 def test_our_zero_3_has_the_losses_and_bits_of_one_process_in_both_types() -> None:
     one, ours = compare_stacks("tiny", 3, 2, 60.0, (ZERO3,))
     assert (ours.losses, ours.loss_apart, ours.param_apart) == (one.losses, NOTHING, NOTHING)

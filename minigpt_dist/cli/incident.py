@@ -137,7 +137,11 @@ def _compare(whole_run: Path, lost_run: Path) -> int:
     from minigpt_dist.checkpoint import load_resharded
     from minigpt_dist.trace import state_digests
 
-    whole, lost = (state_digests(load_resharded(folder, 1)[0]) for folder in (whole_run, lost_run))
+    def digests(folder: Path) -> dict[str, str]:
+        state = load_resharded(folder, 1)[0]  # as a single rank would have it
+        return state_digests({kind: state[kind] for kind in ("model", "optimizer")})
+
+    whole, lost = digests(whole_run), digests(lost_run)
     unlike = sorted(name for name in {*whole, *lost} if whole.get(name) != lost.get(name))
     if unlike:
         _say(f"step {STEPS}: {unlike[0]} and {len(unlike) - 1} more differ from the undisturbed run")

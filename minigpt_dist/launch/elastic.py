@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from minigpt_dist.launch import ledger
 from minigpt_dist.launch.device import choose_backend
 from minigpt_dist.launch.errors import LaunchError, RanksLost
-from minigpt_dist.launch.meeting import NotMet, Store, TCPStore, absent, meet
+from minigpt_dist.launch.meeting import NotMet, Store, TCPStore, absent, answer, meet
 from minigpt_dist.launch.parent import die_with_parent
 
 __all__ = ["attach_elastic", "under_torchrun"]
@@ -66,12 +66,16 @@ def attach_elastic(
         yield rank, world_size
         dist.barrier()  # a rank that leaves first would close connections that others still use
     except BaseException as error:
+        store.set_timeout(timedelta(seconds=GRACE_S))
+        with suppress(RuntimeError):  # the store may be gone as well
+            answer(store, rank)
         if backend == "gloo":  # closing tells the others at once; NCCL may block here on what is still in flight
             dist.destroy_process_group()
-        if isinstance(error, RuntimeError) and not isinstance(
-            error, LaunchError
-        ):  # what torch raises for a peer that is gone
-            raise _lost(store, rank, world_size, str(error)) from error
+        ordered = isinstance(error, SystemExit)  # the launcher's way to end the others when it has seen one die
+        if ordered or (isinstance(error, RuntimeError) and not isinstance(error, LaunchError)):
+            lost = _lost(store, rank, world_size, "the launcher ends this start" if ordered else str(error))
+            if lost.lost or not ordered:
+                raise lost from error
         raise
     dist.destroy_process_group()
 
@@ -99,7 +103,6 @@ def _lost(store: Store, rank: int, world_size: int, cause: str) -> RanksLost:
     """Who does not answer; where the store is gone as well, rank 0, which hosts it or whose agent does."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway: the launcher's order would come before the name
-    store.set_timeout(timedelta(seconds=GRACE_S))
     try:
         return RanksLost(rank, absent(store, rank, world_size, GRACE_S), cause)
     except RuntimeError:

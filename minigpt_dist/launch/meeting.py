@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
-__all__ = ["NotMet", "Store", "TCPStore", "absent", "meet"]
+__all__ = ["NotMet", "Store", "TCPStore", "absent", "answer", "meet"]
 
 LOOK_S = 0.01  # how often those who have not come are looked for
 
@@ -64,13 +64,18 @@ def _gather(store: Store, world_size: int, timeout_s: float) -> str:
     return word
 
 
+def answer(store: Store, rank: int) -> None:
+    """Tell the others that this rank is there, though it leaves: it is not the one they have lost."""
+    store.set(f"answer/{rank}", "")
+
+
 def absent(store: Store, rank: int, world_size: int, grace_s: float) -> list[int]:
-    """The ranks that have not called this within `grace_s` seconds of this rank, which calls it when a collective failed.
+    """The ranks that have not answered within `grace_s` seconds of this rank, which calls it when a collective failed.
 
     `store`: as `meet` gave it. Whoever still waits in a collective must first be woken: their connections closed.
     """
-    keys = [f"lost/{other}" for other in range(world_size)]
-    store.set(keys[rank], "")
+    answer(store, rank)
+    keys = [f"answer/{other}" for other in range(world_size)]
     deadline = time.monotonic() + grace_s
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
