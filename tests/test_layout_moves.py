@@ -130,6 +130,8 @@ def by_name(folder: Path) -> Any:
 
 def there_and_back(on_ranks: Any, source: Path, here: TrainConfig, there: TrainConfig, folder: Path) -> None:
     """Reload into the other layout and save it there, and back; both have the bytes of the source."""
+    for name in ("there", "back"):
+        (folder / name).mkdir()
     assert set(on_ranks(reloading_body, there.world_size, there.to_dict(), str(source), str(folder / "there"))) == {2}
     assert by_name(folder / "there") == by_name(source)
     on_ranks(reloading_body, here.world_size, here.to_dict(), str(folder / "there"), str(folder / "back"))

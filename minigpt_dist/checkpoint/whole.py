@@ -96,8 +96,7 @@ class Whole:
             raise ValueError(
                 f"rank {rank}: the whole {name} has shape {part.shape}, but should have {self.wanted[name]}"
             )
-        places = _places(part)[first : first + len(next(iter(values.values())))]
-        own, at = places >= 0, places[places >= 0]
+        own, at = _places(part, first, len(next(iter(values.values()))))
         owners = self._owners.setdefault((*values, name), torch.zeros(part.shape, dtype=torch.int32).view(-1))
         for kind, flat in values.items():
             whole = self.tensors.setdefault(kind, {}).setdefault(name, torch.zeros(part.shape, dtype=flat.dtype))
@@ -108,10 +107,10 @@ class Whole:
         owners[at] = torch.where(owners[at] > 0, owners[at], rank + 1)
 
 
-def _write(whole: Tensor, at: Tensor, flat: Tensor, owners: Tensor, rank: int, what: str) -> None:
+def _write(whole: Tensor, at: Tensor | slice, flat: Tensor, owners: Tensor, rank: int, what: str) -> None:
     """Put `flat` into places `at` of the whole. ValueError if a rank before has put other bytes there."""
     before = owners[at]
-    differs = (before > 0) & (_rows(whole[at]) != _rows(flat)).any(1)
+    differs = (before > 0) & (_rows(whole[at]) != _rows(flat)).any(1) if before.any() else before
     if differs.any():
         other = int(before[differs][0]) - 1
         raise ValueError(f"expected the same bytes of {what} on ranks {other} and {rank}, which differ")
@@ -129,10 +128,16 @@ def pieces(parts: Parts, names: tuple[str, ...], mine: FlatSlice) -> Iterator[tu
         begin = end
 
 
-def _places(part: Part) -> Tensor:
-    """Where in the flat whole each element of the flat part lies; -1 for padding."""
+def _places(part: Part, first: int, count: int) -> tuple[Tensor | slice, Tensor | slice]:
+    """Of `count` elements from `first` on of the flat part: which are no padding, and where these lie in the flat whole."""
+    if part.cut is None:
+        return slice(None), slice(first, first + count)
     whole = torch.arange(1, 1 + torch.Size(part.shape).numel()).view(part.shape)
-    return part.held(whole).reshape(-1) - 1  # padding is zeros
+    places = part.held(whole).reshape(-1)[first : first + count] - 1  # padding is zeros
+    own, at = places >= 0, places[places >= 0]  # ascending, as a cut keeps the order
+    if len(at) and int(at[-1] - at[0]) == len(at) - 1:  # one run, far cheaper to copy
+        return own, slice(int(at[0]), int(at[-1]) + 1)
+    return own, at
 
 
 def _rows(flat: Tensor) -> Tensor:
