@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minigpt_dist.model import MiniGPT
     from minigpt_dist.parallel.data_parallel import DistributedDataParallel
     from minigpt_dist.parallel.ddp import broadcast_parameters
+    from minigpt_dist.parallel.mixed import MixedPrecisionOptimizer
     from minigpt_dist.parallel.p2p.plain import all_gather, reduce_scatter, ring_all_reduce, tree_broadcast
     from minigpt_dist.parallel.pipeline.schedule import pipeline_schedule
     from minigpt_dist.parallel.recompute import recompute
@@ -41,6 +42,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "MiniGPT",
+    "MixedPrecisionOptimizer",
     "ModelConfig",
     "ParallelAttention",
     "RowParallelLinear",
@@ -73,6 +75,7 @@ _HOMES = {
     "ColumnParallelLinear": "minigpt_dist.parallel.tensor.plain",
     "DistributedDataParallel": "minigpt_dist.parallel.data_parallel",
     "MiniGPT": "minigpt_dist.model",
+    "MixedPrecisionOptimizer": "minigpt_dist.parallel.mixed",
     "ModelConfig": "minigpt_dist.config",
     "ParallelAttention": "minigpt_dist.parallel.tensor.plain",
     "RowParallelLinear": "minigpt_dist.parallel.tensor.plain",

@@ -31,6 +31,7 @@ QUICK = (
     "sharded-sum-assigned-not-added",
     "not-gathered-again-for-backward",
     "mask-is-drawn-anew",
+    "clip-before-unscale",
     "broadcast-tree-misses-the-odd-rank",
     "corpus-seeded-by-rank",
     "no-causal-mask",

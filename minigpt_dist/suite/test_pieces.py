@@ -37,3 +37,8 @@ def test_sharded_gradients_and_parameters_train_as_one_process_in_their_share_of
 @pytest.mark.checks("recompute")
 def test_recomputed_activations_change_no_bit_and_keep_less(check: Callable[[], bool]) -> None:
     assert check()
+
+
+@pytest.mark.checks("precision")
+def test_16_bit_parameters_follow_a_master_copy_under_a_scale_that_all_ranks_share(check: Callable[[], bool]) -> None:
+    assert check()

@@ -47,9 +47,21 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "zero2": ("Zero2Optimizer",),
     "zero3": ("Zero3Optimizer",),
     "recompute": ("recompute",),
+    "precision": ("MixedPrecisionOptimizer",),
 }
 # Pieces that a submission is judged for only where they are asked of it by name: its own helpers may be called so, with other arguments.
-OPTIONAL = ("collectives", "pipeline", "guard", "tensor", "sequence", "clipping", "zero2", "zero3", "recompute")
+OPTIONAL = (
+    "collectives",
+    "pipeline",
+    "guard",
+    "tensor",
+    "sequence",
+    "clipping",
+    "zero2",
+    "zero3",
+    "recompute",
+    "precision",
+)
 OWN_PREFIXES = ("fault:", "variant:")  # what the judge plants, it plants under these names
 OURS = "minigpt_dist"
 

@@ -27,6 +27,7 @@ BODIES = (
     "verify.sequence_probe",
     "verify.sharded_probe",
     "verify.recompute_probe",
+    "verify.mixed_probe",
     "verify.composed_probe",
     "verify.inspection",
 )

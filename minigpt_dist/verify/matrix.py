@@ -37,6 +37,7 @@ FAMILIES = (
     "zero2",
     "zero3",
     "recompute",
+    "precision",
 )  # cheap and telling first; composed runs last
 Extent = Literal["quick", "promised", "pieces", "all"]
 PROVED_ELSEWHERE = {

@@ -3,7 +3,7 @@
 Write them in any order; a piece that is written scores by itself. Each docstring says what goes in, what must come out, and which invariant
 judges it. `minigpt-dist grade .` grades this folder. At the end stand more pieces, which are asked only by name, as in
 `minigpt-dist grade . --slots collectives`: collectives, pipeline, guard, tensor, sequence, clipping, zero2, zero3,
-recompute.
+recompute, precision.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ class Zero3Optimizer:
         raise NotImplementedError("Zero3Optimizer.gathered is not written yet")
 
 
-# Asked by name: --slots recompute.
+# Asked by name: --slots recompute, precision.
 
 
 def recompute(block: nn.Module, *args: Any) -> Tensor:
@@ -413,3 +413,55 @@ def recompute(block: nn.Module, *args: Any) -> Tensor:
     where the input wants no gradient, and under autocast; what autograd keeps in forward, and in backward.
     """
     raise NotImplementedError("recompute is not written yet")
+
+
+# Asked by name: --slots precision.
+
+
+class MixedPrecisionOptimizer:
+    """AdamW on a float32 master copy of 16-bit parameters, under a dynamic loss scale. Attribute `scale`: what the next loss is
+    multiplied by.
+
+    Gradients are averaged over ranks in float32, divided by the scale, clipped so that their global 2-norm is at most `max_norm`, and
+    used. If any rank's gradient is not finite, no rank's weights, moments or step count change, and the scale halves; after
+    `growth_interval` steps in a row without that it doubles. The state may be whole on every rank, or cut.
+
+    Judged by: parameters to one spacing of their dtype, and verdict and scale exactly, after each step; gradients below 6e-8; updates
+    below half the parameters' spacing; inf and NaN on one rank; a restart after every step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        rank: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_norm: float | None = None,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scale = init_scale
+        raise NotImplementedError("MixedPrecisionOptimizer.__init__ is not written yet")
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the scaled loss, a float32 scalar."""
+        raise NotImplementedError("MixedPrecisionOptimizer.backward is not written yet")
+
+    def step(self) -> bool:
+        """One update on all ranks, or on none: was there one?"""
+        raise NotImplementedError("MixedPrecisionOptimizer.step is not written yet")
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        raise NotImplementedError("MixedPrecisionOptimizer.zero_grad is not written yet")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that steers this rank's next step, master copy and scale among it; copies."""
+        raise NotImplementedError("MixedPrecisionOptimizer.state_dict is not written yet")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse, into an optimizer built over a module that has been given the weights of then."""
+        raise NotImplementedError("MixedPrecisionOptimizer.load_state_dict is not written yet")

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from minigpt_dist import corpus, model
-from minigpt_dist.verify.faults import again, base, layers, ring, sharding, timetable, watcher
+from minigpt_dist.verify.faults import again, base, layers, ring, scaled, sharding, timetable, watcher
 
 Names = dict[str, Any]
 
@@ -86,6 +86,7 @@ def correct_names() -> Names:
         **layers.NAMES,
         **sharding.NAMES,
         **again.NAMES,
+        **scaled.NAMES,
     }
 
 

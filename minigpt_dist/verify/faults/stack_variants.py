@@ -24,6 +24,7 @@ from minigpt_dist.verify.faults.layers import (
     same,
     total,
 )
+from minigpt_dist.verify.faults.scaled import ScaledAdam
 from minigpt_dist.verify.faults.sharding import LessonZero2, LessonZero3
 from minigpt_dist.verify.faults.variants import variant
 
@@ -238,3 +239,19 @@ def recompute_by_torch() -> Names:
 def _set(block: nn.Module, values: list[Tensor]) -> None:
     for buffer, value in zip(block.buffers(), values, strict=True):
         buffer.copy_(value)
+
+
+@variant
+def overflow_is_seen_in_the_sum() -> Names:
+    """Whether all ranks are finite is read from the sum of gradients, which all of them have."""
+
+    class Late(ScaledAdam):
+        def step(self) -> bool:
+            grad = self.unscale(self.mean(self.gradient()))
+            if good := bool(torch.isfinite(grad).all()):
+                self.update(self.clip(grad))
+                self.cast()
+            self.rescale(good)
+            return good
+
+    return {"MixedPrecisionOptimizer": Late}

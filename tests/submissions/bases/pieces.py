@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import contextmanager
 from datetime import timedelta
@@ -378,3 +379,61 @@ def recompute(block, *args):
     if not torch.is_grad_enabled():
         return block(*args)
     return Recomputed.apply(block, len(args), *args, *(p for p in block.parameters() if p.requires_grad))
+
+
+class MixedPrecisionOptimizer:
+    def __init__(
+        self,
+        module,
+        world_size,
+        rank,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_norm=None,
+        init_scale=2.0**16,
+        growth_interval=2000,
+    ):
+        self.params, self.N = list(module.parameters()), world_size
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.params]
+        self.adam = torch.optim.AdamW(self.masters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.max_norm, self.scale, self.interval, self.clean = max_norm, init_scale, growth_interval, 0
+
+    def backward(self, loss):
+        (self.scale * loss).backward()
+
+    def step(self):
+        for p, master in zip(self.params, self.masters, strict=True):
+            master.grad = total(p.grad.float()) / self.N / self.scale
+        if not all(bool(m.grad.isfinite().all()) for m in self.masters):
+            self.scale, self.clean = self.scale / 2, 0
+            return False
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.masters, self.max_norm)
+        self.adam.step()
+        for p, master in zip(self.params, self.masters, strict=True):
+            p.data.copy_(master.data)
+        self.clean += 1
+        if self.clean == self.interval:
+            self.scale, self.clean = self.scale * 2, 0
+        return True
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+    def state_dict(self):
+        masters = [m.detach().clone() for m in self.masters]
+        return {
+            "masters": masters,
+            "adam": copy.deepcopy(self.adam.state_dict()),
+            "scale": self.scale,
+            "clean": self.clean,
+        }
+
+    def load_state_dict(self, state):
+        for master, saved in zip(self.masters, state["masters"], strict=True):
+            master.data.copy_(saved)
+        self.adam.load_state_dict(copy.deepcopy(state["adam"]))
+        self.scale, self.clean = state["scale"], state["clean"]
