@@ -117,6 +117,8 @@ def test_a_bucket_holds_gradients_end_to_end_and_then_who_was_reached() -> None:
     for i, p in enumerate(made.params[:2]):
         p.grad = torch.full_like(p, i + 1.0)
         made.adopt(i)
+        assert p.grad is made.views[i]  # at once: the next backward is to add to it
+        assert made.views[i].eq(i + 1.0).all()
     made.prepare()
     assert made.flat.tolist() == [1.0] * 4 + [2.0] * 3 + [0.0] + [1.0, 1.0, 0.0]
     assert [p.grad is view for p, view in zip(made.params, made.views, strict=True)] == [True, True, False]

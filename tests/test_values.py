@@ -154,6 +154,7 @@ def test_a_trace_of_two_ranks_sums_up_by_step() -> None:
     assert trace.grad_norms() == {1: 3.0, 2: pytest.approx(18**0.5), 3: pytest.approx(27**0.5)}
     assert trace.skips() == [2]
     assert (Trace({}, []).world_size, Trace({}, []).steps) == (0, [])
+    assert Trace({}, [Record(step, 0, skipped=step) for step in range(3)]).skips() == [1, 2]
 
 
 def test_a_record_that_says_nothing_holds_no_numbers() -> None:
