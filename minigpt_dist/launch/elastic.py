@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ __all__ = ["attach_elastic", "under_torchrun"]
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_S = 120.0  # for all ranks of a start to come: an interpreter's start on a busy machine takes long
 GRACE_S = 2.0  # between the first rank's loss of a peer and the last one's
+Answer = TypeVar("Answer")
 
 
 def under_torchrun() -> bool:
@@ -66,9 +68,7 @@ def attach_elastic(
         yield rank, world_size
         dist.barrier()  # a rank that leaves first would close connections that others still use
     except BaseException as error:
-        store.set_timeout(timedelta(seconds=GRACE_S))
-        with suppress(RuntimeError):  # the store may be gone as well
-            answer(store, rank)
+        _ask(lambda: answer(store, rank))
         if backend == "gloo":  # closing tells the others at once; NCCL may block here on what is still in flight
             dist.destroy_process_group()
         ordered = isinstance(error, SystemExit)  # the launcher's way to end the others when it has seen one die
@@ -103,7 +103,21 @@ def _lost(store: Store, rank: int, world_size: int, cause: str) -> RanksLost:
     """Who does not answer; where the store is gone as well, rank 0, which hosts it or whose agent does."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway: the launcher's order would come before the name
-    try:
-        return RanksLost(rank, absent(store, rank, world_size, GRACE_S), cause)
-    except RuntimeError:
+    lost = _ask(lambda: absent(store, rank, world_size, GRACE_S))
+    if lost is None:
         return RanksLost(rank, [0], f"its node's store, which knows of the others, is gone too: {cause}")
+    return RanksLost(rank, lost, cause)
+
+
+def _ask(question: Callable[[], Answer]) -> Answer | None:
+    """What the store's host says, None where it is gone. In a thread: of one that is silent, torch's store awaits some answers for ever."""
+    found: list[Answer] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            found.append(question())
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * GRACE_S)
+    return found[0] if found else None
