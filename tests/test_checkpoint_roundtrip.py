@@ -261,3 +261,9 @@ def test_tensors_without_a_place_are_named_the_first_of_them() -> None:
     tensors = {"/b": torch.ones(1), "/a": torch.ones(1), "/c": torch.ones(1)}
     with pytest.raises(ValueError, match="no place in the tree for '/a'"):
         unflatten(FlatState(tensors, flatten({"x": 1}).plain))
+
+
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_is_no_json_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is not JSON"):
+        unflatten(FlatState({}, f'{{"tree":{{"x":{name}}},"nonfinite":{{}}}}'))
