@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NAME = "incident"
 HELP = "lose one of two nodes in the middle of a run under torch elastic; show how it goes on, and compare the bytes"
 STEPS, EVERY, AT, NODES, RANKS, DEADLINE_S = 60, 5, 13, 2, 2, 10.0
-STORY_S = 300.0
+STORY_S = 200.0
 LOOK_S = 0.01
 
 
