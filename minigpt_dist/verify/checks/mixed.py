@@ -110,7 +110,7 @@ def small_updates(subject: Subject, N: int) -> list[Violation]:
     found: list[Violation] = []
     for dtype, spacing in SPACING.items():
         options = {"lr": spacing / 4, "eps": 2.0**-10, "betas": (0.0, 0.0)}
-        c = case(subject, "small_updates", dtype=dtype, steps=24, options=options)
+        c = case(subject, "small_updates", dtype=dtype, steps=12, options=options)
         c["seed"] += 7
         found = found or trains(subject, N, c, "optimizer")
     return found
@@ -137,7 +137,7 @@ def clip(subject: Subject, N: int) -> list[Violation]:
 def resume(subject: Subject, N: int) -> list[Violation]:
     """A restart after every step, one of them skipped, with updates that only the master copy holds: it and the scale are in the state."""
     options = {"lr": SPACING["float16"] / 4, "eps": 2.0**-10, "betas": (0.0, 0.0)}
-    c = case(subject, "resume", steps=16, resumes=True, bad=[[3, "inf"]], options=options)
+    c = case(subject, "resume", steps=10, resumes=True, bad=[[3, "inf"]], options=options)
     return trains(subject, N, c, "load")
 
 

@@ -270,3 +270,24 @@ def logits_are_gathered_for_the_loss() -> Names:
             return F.cross_entropy(pair(mine, total, same)[:, : self.vocab], targets, reduction="none")
 
     return _entropy(Wrong)
+
+
+@fault(
+    source="max(1, rows) where a shard may be empty",
+    needs="a rank without tokens",
+    check="tensor.empty_shard",
+    stage="forward",
+    world_size=3,
+    rank=0,
+    tensor="losses",
+    green=("tensor.cross_entropy", "tensor.large_logits"),
+    equivalent=ALONE,
+)
+def rank_without_tokens_brings_a_logit() -> Names:
+    """A shard has at least one row: where a rank has no token, a logit of zero takes part in the sum of exponentials."""
+
+    class Wrong(CrossEntropy):
+        def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+            return super().__call__(logits if logits.shape[1] else F.pad(logits, (0, 1)), targets)
+
+    return _entropy(Wrong)
