@@ -23,6 +23,7 @@ BODIES = (
     "verify.collectives_probe",
     "verify.schedule_probe",
     "verify.guard_probe",
+    "verify.sharded_probe",
     "verify.composed_probe",
     "verify.inspection",
 )
