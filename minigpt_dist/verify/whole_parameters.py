@@ -1,7 +1,7 @@
 """Reading whole parameters out of a fully sharded wrapper, under whatever name a submission gives to that.
 
 Owns the names, and the order in which ways are tried: a function of the file, a method, `state_dict()`, and where there is none of
-these, the modules themselves in the middle of a forward pass. Each way counts only if it yields every parameter in its whole shape.
+these, the modules themselves in the middle of a forward pass; what that does not use is put together from the ranks' shards. Each way counts only if it yields every parameter in its whole shape.
 All of it is collective: every rank calls it at the same time.
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minigpt_dist.trace import own_part
+from minigpt_dist.parallel.collectives import exchange
+from minigpt_dist.trace import own_part, tensor_bytes
 
 GATHER_FUNCTIONS = (
     "fsdp_gather_full_params",
@@ -160,6 +161,21 @@ def seen_in_forward(wrapper: Any, module: nn.Module, shapes: Shapes, example: Te
     return found
 
 
+def from_shards(module: nn.Module, shapes: Shapes) -> dict[str, Tensor]:
+    """Parameters put together from what each rank has under their names: equal wholes, blocks of rows, or pieces of a flat vector."""
+    own = {plain(name): p.detach() for name, p in module.named_parameters() if is_there(p)}
+    found = {}
+    for name, shape in shapes.items():
+        mine = own.get(plain(name))
+        parts = [bytes(part) for part in exchange(b"" if mine is None else tensor_bytes(mine.float()))]
+        if mine is not None and mine.shape == shape:
+            found[name] = mine
+        elif mine is not None and sum(map(len, parts)) >= shape.numel() * 4:
+            flat = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32)
+            found[name] = flat[: shape.numel()].view(shape)
+    return found
+
+
 def _attributes(module: nn.Module) -> list[str]:
     """Names of a module's own tensors: parameters, or what stands in their place during a pass."""
     plain_ones = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
@@ -197,4 +213,9 @@ class Reader:
 
     def _ways(self, wrapper: Any, module: nn.Module) -> Iterator[tuple[str, Way]]:
         yield from ways(self.file, wrapper, module)
-        yield "a forward pass", lambda: seen_in_forward(wrapper, module, self.shapes, self.example)
+        yield "a forward pass", lambda: self._by_use(wrapper, module)
+
+    def _by_use(self, wrapper: Any, module: nn.Module) -> dict[str, Tensor]:
+        """What a forward pass shows; of what it does not use, the shards put together."""
+        seen = seen_in_forward(wrapper, module, self.shapes, self.example)
+        return {**from_shards(module, {n: shape for n, shape in self.shapes.items() if plain(n) not in seen}), **seen}

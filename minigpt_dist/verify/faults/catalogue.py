@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from minigpt_dist import corpus, model
-from minigpt_dist.verify.faults import base, ring, timetable, watcher
+from minigpt_dist.verify.faults import base, ring, sharded_wrapper, timetable, watcher
 
 Names = dict[str, Any]
 
@@ -83,6 +83,7 @@ def correct_names() -> Names:
         **ring.NAMES,
         **timetable.NAMES,
         **watcher.NAMES,
+        **sharded_wrapper.NAMES,
     }
 
 
