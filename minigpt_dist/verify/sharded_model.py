@@ -143,7 +143,10 @@ def _local(module: nn.Module) -> int:
 
 
 class ShardOptimizer:
-    """The optimizer over a model's shards; its state holds the shards too, so that it is all that a rank needs to go on."""
+    """The optimizer over a model's shards; its state holds the shards too, so that it is all that a rank needs to go on.
+
+    The options of its groups are the judge's, and are not saved.
+    """
 
     def __init__(self, model: ShardedModel, kind: type[torch.optim.Optimizer], **options: Any) -> None:
         self.model = model
@@ -158,13 +161,15 @@ class ShardOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         shards = {str(i): p.detach().clone() for i, p in enumerate(self.params)}
-        return {"inner": self.inner.state_dict(), "shards": shards}
+        moments = {str(i): dict(m) for i, m in self.inner.state_dict()["state"].items()}
+        return {"moments": moments, "shards": shards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
             for i, p in enumerate(self.params):
                 p.copy_(state["shards"][str(i)])
-        self.inner.load_state_dict(copy.deepcopy(state["inner"]))
+        moments = {int(i): m for i, m in copy.deepcopy(state["moments"]).items()}
+        self.inner.load_state_dict({**self.inner.state_dict(), "state": moments})
 
 
 def _own_optimizer(model: ShardedModel, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Any:

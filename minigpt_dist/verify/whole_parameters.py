@@ -1,8 +1,8 @@
 """Reading whole parameters out of a fully sharded wrapper, under whatever name a submission gives to that.
 
 Owns the names, and the order in which ways are tried: a function of the file, a method, `state_dict()`, and where there is none of
-these, the modules themselves in the middle of a forward pass; what that does not use is put together from the ranks' shards. Each way counts only if it yields every parameter in its whole shape.
-All of it is collective: every rank calls it at the same time.
+these, the modules themselves in the middle of a forward pass; what that does not use is put together from the ranks' shards. Each way
+counts only if it yields every parameter in its whole shape. All of it is collective: every rank calls it at the same time.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def fsdp_thaws() -> Names:
 
     class Wrapper(LessonFSDP):
         def add(self, p: nn.Parameter) -> None:
-            super().add(p.requires_grad_())
+            p.requires_grad_(True)
+            super().add(p)
 
     return {NAME: Wrapper}
 
@@ -409,5 +410,34 @@ def fsdp_rank_0_reduces_in_two_parts() -> Names:
             flat = piece.shard.new_empty(piece.shard.numel() * self.world_size)
             dist.all_gather_into_tensor(flat, piece.shard)
             return flat[: piece.shape.numel()].view(piece.shape)
+
+    return {NAME: Wrapper}
+
+
+@fault(source="a sign lost in a rewrite", needs="a run", check="fsdp.loss", stage="optimizer")
+def fsdp_climbs() -> Names:
+    """The reduced gradient has the wrong sign."""
+
+    class Wrapper(LessonFSDP):
+        def reduce(self, piece: Piece) -> Tensor:
+            return -super().reduce(piece)
+
+    return {NAME: Wrapper}
+
+
+@fault(
+    source="moments of whole parameters beside the shard's",
+    needs="bytes",
+    check="fsdp.bytes",
+    stage="memory",
+    green=("fsdp.update",),
+)
+def fsdp_keeps_whole_moments() -> Names:
+    """Running means of whole gradients stay on every rank, beside the optimizer's shards."""
+
+    class Wrapper(LessonFSDP):
+        def reduce(self, piece: Piece) -> Tensor:
+            piece.means = [torch.zeros(piece.shape) for _ in range(3)]  # type: ignore[attr-defined]  # a note of the fault's own
+            return super().reduce(piece)
 
     return {NAME: Wrapper}

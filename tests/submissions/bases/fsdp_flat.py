@@ -1,4 +1,4 @@
-"""A right fully sharded wrapper: one flat vector a layer, cut in equal parts; layers see views of the gathered vector, whose memory is freed."""
+"""A right fully sharded wrapper: a flat vector a layer, cut in equal parts; layers see views of the whole, whose memory is freed."""
 
 import torch
 import torch.distributed as dist
