@@ -23,7 +23,6 @@ from minigpt_dist.grading.engine import Run
 from minigpt_dist.grading.rubric import Item, Rubric
 from minigpt_dist.grading.scoring import Result, Scorer, total
 from minigpt_dist.grading.submission import Submission
-from minigpt_dist.verify.contract import BY_SHAPE
 
 SCHEMA = "minigpt-dist-grade/1"
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
@@ -51,8 +50,8 @@ class Terms:
     @property
     def items(self) -> tuple[Item, ...]:
         """What is asked: of pieces that are asked by name, only those in `slots`, or found by their shape."""
-        asked = {*self.slots, *BY_SHAPE}
-        return tuple(i for i in self.rubric.chosen(self.only) if not i.optional or i.slots & asked)
+        asked = set(self.slots)
+        return tuple(i for i in self.rubric.chosen(self.only) if not i.by_name or i.slots & asked)
 
     @property
     def commitment(self) -> str:

@@ -106,6 +106,7 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     if not lesson or (lesson == ["ZeroOptimizer"] and torch_shape["optimizer"] is not None):
         found.shape = "torch"
         slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
+        slots = slots or tuple(s for s in WRAPPERS if any(is_torchs(getattr(module, n, None)) for n in SLOTS[s]))
         if not slots:
             raise ValueError(
                 f"{spec} offers nothing of the contract: none of {', '.join(n for names in SLOTS.values() for n in names)}"
