@@ -62,6 +62,7 @@ QUICK = (
     "reduction-order-differs-by-rank",
     "state-dropped-at-a-rebuild",
     "ddp-sums-gradients",
+    "fsdp-sums-gradients",
     "shard-corrupted-only-inside-save",
     "overwrite-in-place",
     "missing-shard-filled-with-zeros",

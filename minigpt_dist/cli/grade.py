@@ -140,7 +140,7 @@ def _rubric(args: argparse.Namespace) -> Rubric:
         asked = rubric.chosen(args.only)
     except RubricError as error:
         raise UsageError(str(error)) from None
-    if args.only and all(item.optional and not item.slots & set(args.slots) for item in asked):
+    if args.only and all(item.by_name and not item.slots & set(args.slots) for item in asked):
         slots = ",".join(sorted({slot for item in asked for slot in item.slots}))
         raise UsageError(f"only is {args.only[0]!r}, which is asked by name, but should come with --slots {slots}")
     return rubric

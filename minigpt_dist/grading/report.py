@@ -49,9 +49,9 @@ class Terms:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """What is asked: of pieces that are asked by name, only those in `slots`."""
+        """What is asked: of pieces that are asked by name, only those in `slots`, or found by their shape."""
         asked = set(self.slots)
-        return tuple(i for i in self.rubric.chosen(self.only) if not i.optional or i.slots & asked)
+        return tuple(i for i in self.rubric.chosen(self.only) if not i.by_name or i.slots & asked)
 
     @property
     def commitment(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from minigpt_dist.grading import values
 from minigpt_dist.grading.values import RubricError
 from minigpt_dist.verify.checks import CHECKS
-from minigpt_dist.verify.contract import OPTIONAL, SLOTS
+from minigpt_dist.verify.contract import BY_SHAPE, OPTIONAL, SLOTS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,8 +62,13 @@ class Item:
 
     @property
     def optional(self) -> bool:
-        """Is it only about pieces that are asked by name?"""
+        """Is it only about pieces that are no part of the total: asked by name, or where they are found?"""
         return self.slots <= set(OPTIONAL)
+
+    @property
+    def by_name(self) -> bool:
+        """Is it only about pieces that are asked by name?"""
+        return self.optional and not self.slots & set(BY_SHAPE)
 
     @property
     def is_contract(self) -> bool:

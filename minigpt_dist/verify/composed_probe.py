@@ -43,22 +43,28 @@ def composed_body(
     Besides the records: the final parameters as bytes, and what lies in the folder at the end.
     """
     impl = resolve(spec, tuple(slots))
-    with shared_folder(Path(folder), files) as place:
-        worker = Worker(TrainConfig.from_dict(config), place, _pieces(impl, tokens), resume=files is not None)
-        result = worker.run()
-        barrier()  # every rank's files are written
-        result["files"] = files_below(place) if world()[1] == 0 and files is None else []
+    result = run_with(_pieces(impl, tokens), config, folder, files)
     known = "pieces" in impl.extras  # a peer's, whose traits say the same
     result["averages_outside"], result["resumable"] = (
         not known and impl.averages_outside,
         known or "state_dict" in abilities(impl),
     )
+    result["state"] = result["state"] if known else 0
+    return result
+
+
+def run_with(pieces: Pieces, config: dict[str, Any], folder: str, files: Files | None) -> dict[str, Any]:
+    """One rank's run of these pieces: its records, the final parameters, the bytes of its optimizer's state, the files it left."""
+    with shared_folder(Path(folder), files) as place:
+        worker = Worker(TrainConfig.from_dict(config), place, pieces, resume=files is not None)
+        result = worker.run()
+        barrier()  # every rank's files are written
+        result["files"] = files_below(place) if world()[1] == 0 and files is None else []
     final = worker.recorder.parameters()
     result["final"] = {name: tensor_bytes(p) for name, p in final.items()}
     result["shapes"] = {name: list(p.shape) for name, p in final.items()}
-    result["state"] = (
-        held(t for _, t in leaves(worker.recorder.optimizer.state_dict()) if isinstance(t, Tensor)) if known else 0
-    )
+    state = leaves(worker.recorder.optimizer.state_dict())
+    result["state"] = held(t for _, t in state if isinstance(t, Tensor))
     return result
 
 
@@ -103,7 +109,11 @@ def _change_moment(optimizer: Any) -> str | None:
 
 def initial_body(spec: str, slots: list[str], config: dict[str, Any]) -> dict[str, Any]:
     """The parameters and buffers that the model has from rank 0's seed."""
-    model = _model(spec, slots, config)
+    return initial_of(_model(spec, slots, config))
+
+
+def initial_of(model: nn.Module) -> dict[str, Any]:
+    """Copies of a model's parameters and buffers, by name."""
     return {"parameters": _copies(model.named_parameters()), "buffers": _copies(model.named_buffers())}
 
 
@@ -114,8 +124,15 @@ def gradients_body(
     parameters: dict[str, Tensor],
     blocks: list[tuple[Tensor, Tensor]],
 ) -> list[tuple[float, dict[str, Tensor]]]:
+    """`gradients_of` the implementation's model."""
+    model = _kept_model(spec, tuple(slots), json.dumps(config))
+    return gradients_of(model, config["micro_batches"], parameters, blocks)
+
+
+def gradients_of(
+    model: nn.Module, micro_batches: int, parameters: dict[str, Tensor], blocks: list[tuple[Tensor, Tensor]]
+) -> list[tuple[float, dict[str, Tensor]]]:
     """For each block of inputs and targets, each (B, S): the model's loss at `parameters`, and the gradient of its 1/micro_batches."""
-    model, micro_batches = _kept_model(spec, tuple(slots), json.dumps(config)), config["micro_batches"]
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, p in named.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from minigpt_dist.batches import block_start, read_batch
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus
 from minigpt_dist.trace import Record, Trace, digest, merge, tensor_bytes
-from minigpt_dist.verify.composed_probe import Files, altered_body, composed_body, gradients_body, initial_body
+from minigpt_dist.verify.composed_probe import (
+    Files,
+    altered_body,
+    composed_body,
+    gradients_body,
+    gradients_of,
+    initial_body,
+    initial_of,
+)
 from minigpt_dist.verify.contract import OURS
 from minigpt_dist.verify.subject import NotJudged, Subject
 
@@ -46,20 +55,24 @@ def _trace(subject: Subject, config: TrainConfig, results: list[dict[str, Any]])
     return merge(header, [[Record(**r) for r in result["records"]] for result in results])
 
 
-def composed(subject: Subject, config: TrainConfig) -> Composed:
+Body = Callable[..., Any]  # what a rank runs; what it returns
+
+
+def composed(subject: Subject, config: TrainConfig, body: Body = composed_body) -> Composed:
     """Run (once a configuration) 20 steps with a checkpoint at 10; then, in fresh processes from other seeds, 10 to 20 from it."""
-    return subject.evidence(("composed", str(config)), lambda: _compose(subject, config))  # type: ignore[no-any-return]  # memo
+    key = ("composed", body.__name__, str(config))
+    return subject.evidence(key, lambda: _compose(subject, config, body))  # type: ignore[no-any-return]  # memo
 
 
-def _compose(subject: Subject, config: TrainConfig) -> Composed:
+def _compose(subject: Subject, config: TrainConfig, body: Body) -> Composed:
     with subject.area() as area:
-        results = subject.run(composed_body, config.world_size, config.to_dict(), _tokens(config), area, None)
+        results = subject.run(body, config.world_size, config.to_dict(), _tokens(config), area, None)
     files = results[0]["files"]
     resumed, failure = None, None
     try:
         if not results[0]["resumable"]:
             raise NotJudged("the optimizer has no state_dict and load_state_dict of its own")
-        resumed = resume(subject, config, files)
+        resumed = resume(subject, config, files, body)
     except Exception as error:
         failure = error
     return Composed(
@@ -76,13 +89,13 @@ def _compose(subject: Subject, config: TrainConfig) -> Composed:
     )
 
 
-def resume(subject: Subject, config: TrainConfig, files: Files) -> Trace:
+def resume(subject: Subject, config: TrainConfig, files: Files, body: Body = composed_body) -> Trace:
     """Go on from a checkpoint, where there is nothing else of the run: no earlier data, no seed, no file, no process."""
     N, tokens = config.world_size, _tokens(config)
     tokens[: block_start(config, config.checkpoint_step, 0, 0)] = 0
     elsewhere = replace(config, seed=config.seed + OTHER_SEED).to_dict()
     with subject.area() as area:
-        return _trace(subject, config, subject.run_afresh(composed_body, N, elsewhere, tokens, area, files))
+        return _trace(subject, config, subject.run_afresh(body, N, elsewhere, tokens, area, files))
 
 
 def altered(subject: Subject, evidence: Composed) -> tuple[str | None, Trace]:
@@ -97,9 +110,6 @@ def _tokens(config: TrainConfig) -> Tensor:
     return make_corpus(config.seed, config.total_tokens, config.model.vocab)
 
 
-Asked = Callable[..., Any]  # a body and its arguments, put to one process; what it returned
-
-
 def oracle(subject: Subject, config: TrainConfig) -> dict[str, Any]:
     """What one process gets (once a configuration): torch's AdamW on the gradients of all blocks, added in rank order.
 
@@ -110,20 +120,30 @@ def oracle(subject: Subject, config: TrainConfig) -> dict[str, Any]:
     if subject.lacks(("model",)) and not subject.ours:  # ours is held to the bits that one thread gives
         return _own_oracle(config)
 
-    def ask(body: Callable[..., Any], *args: Any) -> Any:
-        return subject.ask(body, 1, *args)[0]
+    def ask(body: Body, *args: Any) -> Any:
+        return subject.ask(body, 1, config.to_dict(), *args)[0]
 
-    return subject.evidence(("oracle", str(config)), lambda: _oracle(ask, config))  # type: ignore[no-any-return]  # memo
+    def once() -> dict[str, Any]:
+        return one_process(config, partial(ask, initial_body), partial(ask, gradients_body))
+
+    return subject.evidence(("oracle", str(config)), once)  # type: ignore[no-any-return]  # memo
 
 
 @functools.lru_cache(maxsize=16)
 def _own_oracle(config: TrainConfig) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
-        return _oracle(lambda body, *args: body(OURS, [], *args), config)
+        args: tuple[Any, ...] = (OURS, [], config.to_dict())
+        return one_process(config, partial(initial_body, *args), partial(gradients_body, *args))
 
 
-def _oracle(ask: Asked, c: TrainConfig) -> dict[str, Any]:
-    start = ask(initial_body, c.to_dict())
+def oracle_of(model: torch.nn.Module, config: TrainConfig) -> dict[str, Any]:
+    """What one process gets from a model of the judge's own, at its initial parameters; the model is moved."""
+    return one_process(config, partial(initial_of, model), partial(gradients_of, model, config.micro_batches))
+
+
+def one_process(c: TrainConfig, initial: Body, gradients: Body) -> dict[str, Any]:
+    """Losses of each step and block, digests after each step, and the final bytes; `initial` and `gradients` answer for the model."""
+    start = initial()
     named = {name: torch.nn.Parameter(t) for name, t in start["parameters"].items()}
     optimizer = torch.optim.AdamW(
         named.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, foreach=False
@@ -132,7 +152,7 @@ def _oracle(ask: Asked, c: TrainConfig) -> dict[str, Any]:
     for step in range(c.steps):
         blocks = [read_batch(tokens, c, step, r, m) for r in range(c.world_size) for m in range(c.micro_batches)]
         at = {name: p.detach() for name, p in named.items()}
-        answers = ask(gradients_body, c.to_dict(), at, blocks)
+        answers = gradients(at, blocks)
         losses.append([loss for loss, _ in answers])
         for name, p in named.items():
             p.grad = _mean([grads[name] for _, grads in answers], c)

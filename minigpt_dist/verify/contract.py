@@ -19,7 +19,9 @@ from typing import Any
 
 from minigpt_dist.verify.loading import load_path
 from minigpt_dist.verify.shapes import (
+    FSDP_FINISH,
     find_data_parallel,
+    find_fully_sharded,
     find_sharded_optimizer,
     finish_function,
     takes_optimizer_class,
@@ -31,6 +33,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "broadcast": ("broadcast_parameters",),
     "optimizer": ("ZeroOptimizer",),
     "ddp": ("DistributedDataParallel",),
+    "fsdp": ("FullyShardedDataParallel",),
     "checkpoint": ("save_sharded", "load_sharded"),
     "collectives": ("ring_all_reduce", "reduce_scatter", "all_gather", "tree_broadcast"),
     "pipeline": ("pipeline_schedule",),
@@ -51,6 +54,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 }
 # Pieces that a submission is judged for only where they are asked of it by name: its own helpers may be called so, with other arguments.
 OPTIONAL = (
+    "fsdp",
     "collectives",
     "pipeline",
     "guard",
@@ -62,6 +66,10 @@ OPTIONAL = (
     "recompute",
     "precision",
 )
+# Pieces of torch's shape: found by inspection, and judged alone where a submission has none of the lesson's names.
+BY_SHAPE = ("optimizer", "ddp", "fsdp")
+FINDERS = (find_sharded_optimizer, find_data_parallel, find_fully_sharded)
+WRAPPERS = ("ddp", "fsdp")  # their names are torch's as well as the lesson's: they tell no shape
 OWN_PREFIXES = ("fault:", "variant:")  # what the judge plants, it plants under these names
 OURS = "minigpt_dist"
 
@@ -117,23 +125,26 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     module = load_module(spec)
     found = Implementation(spec, {}, {}, dict(getattr(module, "EXTRAS", {})))
     found.extras.setdefault("ours", spec == OURS)
-    torch_shape = {"optimizer": find_sharded_optimizer(module), "ddp": find_data_parallel(module)}
-    looked_for = [slot for slot in SLOTS if slot in slots or not asked_by_name(slot, spec)]
-    lesson = [n for slot in looked_for if slot != "ddp" for n in SLOTS[slot] if callable(getattr(module, n, None))]
+    torch_shape = dict(zip(BY_SHAPE, (f(module) for f in FINDERS), strict=True))
+    asked = [slot for slot in SLOTS if slot in slots or not asked_by_name(slot, spec)]
+    lesson = [n for s in asked if s not in WRAPPERS for n in SLOTS[s] if callable(getattr(module, n, None))]
     if not lesson or (lesson == ["ZeroOptimizer"] and torch_shape["optimizer"] is not None):
         found.shape = "torch"
         slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
+        slots = slots or tuple(s for s in WRAPPERS if any(is_torchs(getattr(module, n, None)) for n in SLOTS[s]))
         if not slots:
             raise ValueError(
                 f"{spec} offers nothing of the contract: none of {', '.join(n for names in SLOTS.values() for n in names)}"
             )
         found.extras["finish"] = finish_function(module)
+    found.extras["fsdp"] = module, finish_function(module, FSDP_FINISH)
+    looked_for = [slot for slot in SLOTS if slot in asked or slot in slots]
     own = importlib.import_module(OURS)
     for slot in looked_for:
         theirs = not slots or slot in slots
         for name in SLOTS[slot]:
             value = getattr(module, name, None) if theirs else _own_piece(own, name)
-            if theirs and value is None and slot in torch_shape:
+            if theirs and slot in torch_shape and (value is None or (is_torchs(value) and torch_shape[slot])):
                 value = torch_shape[slot]
             if callable(value):
                 found.names[name] = value
@@ -142,6 +153,11 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     for name in found.extras.get("stood_in", ()):
         found.origins[f"import {name}"] = "not installed here: a stand-in that does nothing"
     return found
+
+
+def is_torchs(value: Any) -> bool:
+    """Is this torch's own, that a submission imported, to compare with or to pass off?"""
+    return str(getattr(value, "__module__", "")).startswith("torch.")
 
 
 def asked_by_name(slot: str, spec: str) -> bool:

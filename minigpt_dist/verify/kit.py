@@ -28,6 +28,7 @@ BODIES = (
     "verify.sharded_probe",
     "verify.recompute_probe",
     "verify.mixed_probe",
+    "verify.fsdp_probe",
     "verify.composed_probe",
     "verify.inspection",
 )

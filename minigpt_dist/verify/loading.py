@@ -6,6 +6,7 @@ pieces under judgement may never touch (triton, wandb, ...). Leaves what the mod
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 ENTRIES = ("adapters.py", "__init__.py", "solution.py", "submission.py", "main.py")
 MAX_STAND_INS = 20
+# Layers that a course gives in a package of its own, and that a submission knows modules by: torch's stand for them.
+TORCHS_LAYERS = ("Linear", "Embedding", "LayerNorm", "RMSNorm")
 NEVER_SHADOWED = ("submission", "torch", "minigpt_dist")
 
 
@@ -47,7 +52,11 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     shadowing: dict[str, Path] = {}
     while True:
         try:
-            return _execute(entry, shadowing), stood_in
+            module = _execute(entry, shadowing)
+            for name in _absent_in_functions(entry.parent):
+                stood_in.append(name)
+                _stand_in(name)
+            return module, stood_in
         except ImportError as error:
             name = error.name or ""
             top = name.split(".")[0]
@@ -60,6 +69,38 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
                 raise
             stood_in.append(name)
             _stand_in(name)
+
+
+def _absent_in_functions(folder: Path) -> list[str]:
+    """Modules that functions of the submission will import, unguarded, when they are called, and that are not here."""
+    found: dict[str, None] = {}
+    for file in {f for m in sys.modules.values() if (f := getattr(m, "__file__", None)) and _lies_in(f, folder)}:
+        try:
+            tree = ast.parse(Path(file).read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError, TypeError):
+            continue
+        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        for name in (name for function in functions for name in _imports(function)):
+            top = name.split(".")[0]
+            if top not in NEVER_SHADOWED and _is_absent(top) and _neighbour(top, folder) is None:
+                found[name] = None
+    return list(found)[:MAX_STAND_INS]
+
+
+def _lies_in(file: str, folder: Path) -> bool:
+    """Is this a file of the submission's own, rather than of an environment that lies in its folder?"""
+    return file.startswith(f"{folder}/") and "site-packages" not in file and not file.startswith(f"{sys.prefix}/")
+
+
+def _imports(function: ast.AST) -> Iterator[str]:
+    """Modules that a function imports outside of any `try`, which would be a guard."""
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        elif not isinstance(node, ast.Try):
+            yield from _imports(node)
 
 
 def _neighbour(top: str, folder: Path) -> Path | None:
@@ -126,6 +167,8 @@ class _StandInModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in TORCHS_LAYERS:
+            return getattr(nn, name)
         return StandIn(f"{self.__name__}.{name}")
 
 

@@ -27,6 +27,7 @@ FAMILIES = (
     "broadcast",
     "optimizer",
     "ddp",
+    "fsdp",
     "checkpoint",
     "collectives",
     "pipeline",

@@ -139,8 +139,8 @@ def average_gradients(params: Iterable[nn.Parameter]) -> None:
             p.grad = mean.view(p.shape).clone()
 
 
-def _save(impl: Implementation, state: dict[str, Any], folder: Path, step: int, config: TrainConfig) -> None:
-    """Collect all states on rank 0 and let the implementation write them, as in the lesson."""
+def save_state(impl: Implementation, state: dict[str, Any], folder: Path, step: int) -> None:
+    """Collect all states on rank 0, and let the implementation write them, as in the lesson."""
     N, rank = world()
     if not theirs(impl, "checkpoint"):
         state = pack(state)
@@ -154,7 +154,7 @@ def _save(impl: Implementation, state: dict[str, Any], folder: Path, step: int, 
     barrier()
 
 
-def _load(impl: Implementation, folder: Path, world_size: int, rank: int) -> dict[str, Any]:
+def load_state(impl: Implementation, folder: Path, world_size: int, rank: int) -> dict[str, Any]:
     state: dict[str, Any] = states_of(impl.require("load_sharded")(str(folder / "checkpoint"), world_size))[rank]
     return state if theirs(impl, "checkpoint") else unpack(state)
 
@@ -204,8 +204,8 @@ def pieces_of(impl: Implementation) -> Pieces:
         corpus=_corpus,
         broadcast=wrapped.start,
         optimizer=lambda module, config, N, rank: _with_state(_build_optimizer(impl, module, config, N, rank)),
-        save=lambda state, folder, step, config: _save(impl, state, folder, step, config),
-        load=lambda folder, N, rank: _load(impl, folder, N, rank),
+        save=lambda state, folder, step, config: save_state(impl, state, folder, step),
+        load=lambda folder, N, rank: load_state(impl, folder, N, rank),
         forward=wrapped.forward,
         after_backward=wrapped.after_backward,
     )

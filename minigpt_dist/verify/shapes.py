@@ -1,13 +1,15 @@
 """Finding the pieces of a submission in torch's shape, by inspection.
 
-Owns what counts as a sharded optimizer `(params, optimizer_cls, **kwargs)`, as torch's ZeroRedundancyOptimizer is, and as a
-data-parallel wrapper `(module)` or `(module, bucket_size_mb)` with a finish call after backward; or the functions of an
-`adapters.py` that make them.
+Owns what counts as a sharded optimizer `(params, optimizer_cls, **kwargs)`, as torch's ZeroRedundancyOptimizer is, as a data-parallel
+wrapper `(module)` or `(module, bucket_size_mb)` with a finish call after backward, and as a fully sharded wrapper; or the functions of
+an `adapters.py` that make them. Leaves how whole parameters are read from such a wrapper to `whole_parameters.py`.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,12 @@ from torch import nn
 
 # The call after backward has no settled name: these, and any public method of no argument named from these words.
 FINISH_NAMES = ("finish_gradient_synchronization", "sync_gradients", "sync_grads", "synchronize", "all_reduce_grads")
+DDP_FINISH = (
+    "ddp_on_after_backward",
+    "ddp_bucketed_on_after_backward",
+    "ddp_individual_parameters_on_after_backward",
+)
+FSDP_FINISH = ("fsdp_on_after_backward", "fully_sharded_on_after_backward")
 FINISH_VERBS = (
     "sync",
     "synchron",
@@ -31,6 +39,7 @@ FINISH_VERBS = (
 NO_FINISH = ("no_sync", "start", "zero", "reset", "require", "async", "init", "broadcast", "param", "buffer", "set_")
 # A wrapper that shards gradients or parameters leaves no mean gradient in every p.grad, and is no data-parallel wrapper in that sense.
 SHARDED_WORDS = ("fsdp", "shard", "zero")
+FULLY_SHARDED_WORDS = ("fsdp", "fullyshard", "zero3", "zerostage3")
 OPTIMIZER_CLASS_WORDS = (
     "optimizer_cls",
     "optimizer_class",
@@ -96,6 +105,37 @@ def find_data_parallel(module: ModuleType) -> Callable[..., Any] | None:
     return None
 
 
+def find_fully_sharded(module: ModuleType) -> Callable[..., Any] | None:
+    """A function `get_fsdp` that is written, or the class that wraps a module and cuts its parameters, or a function `fully_shard`."""
+    maker = getattr(module, "get_fsdp", None)
+    if inspect.isfunction(maker) and not is_stub(maker):
+        return maker
+    found = [c for c in _own_classes(module) if _wraps_fully_sharded(c)]
+    if found:
+        return max(
+            found, key=lambda c: finish_of(c) is not None
+        )  # the first, but one with a finish call before one without
+    own = getattr(module, "fully_shard", None)
+    return own if inspect.isfunction(own) and not own.__module__.startswith("torch.") else None
+
+
+def _wraps_fully_sharded(c: type) -> bool:
+    names, name = _parameters(c), c.__name__.lower().replace("_", "")
+    called = issubclass(c, nn.Module) or "forward" in vars(c) or "__call__" in vars(c)
+    wraps = bool(names) and names[0] in ("module", "model") and not takes_optimizer_class(names)
+    return wraps and called and any(word in name for word in FULLY_SHARDED_WORDS)
+
+
+def is_stub(function: Callable[..., Any]) -> bool:
+    """Does a function do nothing but raise NotImplementedError? An assignment's adapter that nobody filled in offers nothing."""
+    try:
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, SyntaxError, ValueError, TypeError):
+        return False
+    rest = [part for part in getattr(node, "body", []) if not isinstance(part, ast.Expr)]
+    return len(rest) == 1 and isinstance(rest[0], ast.Raise) and "NotImplementedError" in ast.unparse(rest[0])
+
+
 def finish_of(wrapper: Any) -> Callable[..., Any] | None:
     """The call that ends gradient averaging after backward; None if hooks do all of it."""
     for name in (*FINISH_NAMES, *_finish_like(wrapper)):
@@ -126,13 +166,9 @@ def _needs_no_argument(method: Callable[..., Any]) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def finish_function(module: ModuleType) -> Callable[..., Any] | None:
-    """`adapters.py` form: a function called with (ddp_model, optimizer) after backward."""
-    for name in (
-        "ddp_on_after_backward",
-        "ddp_bucketed_on_after_backward",
-        "ddp_individual_parameters_on_after_backward",
-    ):
+def finish_function(module: ModuleType, names: Collection[str] = DDP_FINISH) -> Callable[..., Any] | None:
+    """`adapters.py` form: a function called with (wrapped_model, optimizer) after backward."""
+    for name in names:
         call = getattr(module, name, None)
         if callable(call):
             return call  # type: ignore[no-any-return]  # getattr is Any

@@ -19,7 +19,7 @@ from typing import Any
 from minigpt_dist.launch import DeadlineExceeded, LaunchError, World, run_world
 from minigpt_dist.launch.client import ServerHandle
 from minigpt_dist.launch.sandbox import Contents, Isolation, Jail
-from minigpt_dist.verify.contract import OURS, slots_body
+from minigpt_dist.verify.contract import BY_SHAPE, OURS, slots_body
 from minigpt_dist.verify.kit import PRELOAD, beside, kit
 from minigpt_dist.verify.peers import Traits, traits_of
 
@@ -27,7 +27,6 @@ DEADLINE_S = 60.0
 QUESTION_DEADLINE_S = (
     30.0  # for one short question: 0.05 s seen idle, 3 s with five times as many busy processes as cores
 )
-FOUND_BY_SHAPE = ("optimizer", "ddp")  # what a submission without the lesson's names may be judged for alone
 PATIENCE = 4  # stuck runs after which an implementation is not run any more
 
 
@@ -222,7 +221,7 @@ class Subject:
             raise
         except LaunchError:  # whoever asks next will be told why
             return ()
-        return tuple(slot for slot in FOUND_BY_SHAPE if isinstance(answer, list) and slot in answer)
+        return tuple(slot for slot in BY_SHAPE if isinstance(answer, list) and slot in answer)
 
     def _path(self) -> Path | None:
         """Where a submission lies; None for a module, a fault or a peer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minigpt_dist.memory import zero1_bytes
+from minigpt_dist.trace import Trace
 from minigpt_dist.verify.checks.optimizer import allowed
 from minigpt_dist.verify.composition import Composed, evidence_of
 from minigpt_dist.verify.extra_bytes import hint_of
@@ -80,7 +81,11 @@ def peer_bytes(traits: Traits, evidence: Composed) -> list[Violation]:
 
 def live_bytes_flat(subject: Subject, world_size: int) -> list[Violation]:
     """No kind of memory grows from the second step on."""
-    trace = evidence_of(subject, world_size).whole
+    return growth(evidence_of(subject, world_size).whole)
+
+
+def growth(trace: Trace) -> list[Violation]:
+    """The first record after the second step that holds more of a kind than the second."""
     settled = {r.rank: r.bytes for r in trace.at(2)}
     for record in trace.records:
         for kind, held in record.bytes.items():

@@ -12,7 +12,17 @@ from types import ModuleType
 from typing import Any
 
 from minigpt_dist import corpus, model
-from minigpt_dist.verify.faults import again, base, layers, ring, scaled, sharding, timetable, watcher
+from minigpt_dist.verify.faults import (
+    again,
+    base,
+    layers,
+    ring,
+    scaled,
+    sharded_wrapper,
+    sharding,
+    timetable,
+    watcher,
+)
 
 Names = dict[str, Any]
 
@@ -87,6 +97,7 @@ def correct_names() -> Names:
         **sharding.NAMES,
         **again.NAMES,
         **scaled.NAMES,
+        **sharded_wrapper.NAMES,
     }
 
 
