@@ -74,7 +74,7 @@ def attach_elastic(
         ordered = isinstance(error, SystemExit)  # the launcher's way to end the others when it has seen one die
         if ordered or (isinstance(error, RuntimeError) and not isinstance(error, LaunchError)):
             lost = _lost(store, rank, world_size, "the launcher ends this start" if ordered else str(error))
-            if lost.lost or not ordered:
+            if lost.lost:  # else the error is this rank's own, or follows from that of another, which says so itself
                 raise lost from error
         raise
     dist.destroy_process_group()
