@@ -7,6 +7,7 @@ If yours are called otherwise, or lie in several files, rename here and leave yo
 
 from .solution import (
     DistributedDataParallel,
+    FullyShardedDataParallel,
     MiniGPT,
     ZeroOptimizer,
     all_gather,
@@ -23,6 +24,7 @@ from .solution import (
 
 __all__ = [
     "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "MiniGPT",
     "ZeroOptimizer",
     "all_gather",
