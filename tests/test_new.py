@@ -17,13 +17,14 @@ from minigpt_dist.verify.checks import judge
 from minigpt_dist.verify.contract import OPTIONAL, SLOTS
 from minigpt_dist.verify.subject import Subject
 
-NAMES = ("lesson", "wrapper", "pieces")
+NAMES = ("lesson", "wrapper", "fsdp_flat", "pieces")
 BASES = {name: (HERE / "bases" / f"{name}.py").read_text(encoding="utf-8") for name in NAMES}
-BASE_OF = {"ddp": "wrapper", **dict.fromkeys(OPTIONAL, "pieces")}  # by slot; else the lesson's
+BASE_OF = {"ddp": "wrapper", **dict.fromkeys(OPTIONAL, "pieces"), "fsdp": "fsdp_flat"}  # by slot; else the lesson's
 # What a piece's functions need beside them, and the import lines of all bases.
 HELPERS = {
     "model": ("Block",),
     "checkpoint": ("write", "encode", "decode", "verified"),
+    "fsdp": ("Unit",),
     "collectives": ("swap", "reduced", "passed_round"),
 }
 

@@ -92,11 +92,20 @@ def build(submission: Submission, run: Run, terms: Terms) -> dict[str, Any]:
     }
 
 
+def _before_an_answer(item: Item, run: Run, terms: Terms) -> Result:
+    """An item of a submission of which nothing is known; what is asked only where it is found is no part of the maximum yet."""
+    if item.optional and not item.slots & set(terms.slots):
+        return Result(item, "excused", message=f"not asked: no piece of {', '.join(sorted(item.slots))} was found")
+    return (
+        Result(item, "skipped", message="skipped: the submission cannot be graded")
+        if run.error
+        else Result(item, "not_run")
+    )
+
+
 def _results(run: Run, terms: Terms) -> dict[str, Result]:
-    if run.error:
-        return {i.id: Result(i, "skipped", message="skipped: the submission cannot be graded") for i in terms.items}
-    if not run.offer.names and not run.finished:
-        return {i.id: Result(i, "not_run") for i in terms.items}
+    if run.error or (not run.offer.names and not run.finished):
+        return {i.id: _before_an_answer(i, run, terms) for i in terms.items}
     found = Scorer(terms.rubric, run.offer).results(run.answers)
     return {i.id: found[i.id] for i in terms.items}
 

@@ -8,6 +8,7 @@ If yours are called otherwise, or lie in several files, rename here and leave yo
 from .solution import (
     ColumnParallelLinear,
     DistributedDataParallel,
+    FullyShardedDataParallel,
     MiniGPT,
     MixedPrecisionOptimizer,
     ParallelAttention,
@@ -37,6 +38,7 @@ from .solution import (
 __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "MiniGPT",
     "MixedPrecisionOptimizer",
     "ParallelAttention",

@@ -120,6 +120,32 @@ class DistributedDataParallel(nn.Module):
         raise NotImplementedError("DistributedDataParallel.sync_grads is not written yet")
 
 
+class FullyShardedDataParallel(nn.Module):
+    """A module whose parameters are cut over ranks. Construction copies rank 0's to all, and leaves a rank its share.
+
+    `parameters()` are the rank's shards; torch's optimizers take them. A layer's whole parameters are gathered for its forward and for its
+    backward, and freed after; gradients are reduced to the shards.
+
+    Judged by: after every update the whole parameters are those of one process; P/N of them are held between steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        raise NotImplementedError("FullyShardedDataParallel.__init__ is not written yet")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the wrapped module returns."""
+        raise NotImplementedError("FullyShardedDataParallel.forward is not written yet")
+
+    def finish_gradient_synchronization(self) -> None:
+        """Called after each backward: when it returns, each shard's gradient is its part of the mean."""
+        raise NotImplementedError("FullyShardedDataParallel.finish_gradient_synchronization is not written yet")
+
+    def gather_full_params(self) -> dict[str, torch.Tensor]:
+        """Every parameter, whole, by the module's names; all ranks call it together."""
+        raise NotImplementedError("FullyShardedDataParallel.gather_full_params is not written yet")
+
+
 def save_sharded(per_rank_state: list[dict[str, Any]], dest_dir: str, step: int) -> Any:
     """Write one file a rank and a manifest into `dest_dir`. Rank 0 calls it with the states of all ranks, in rank order.
 
