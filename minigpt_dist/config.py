@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from minigpt_dist.layout import Layout
+from minigpt_dist.layout import CHUNKS, Layout
 from minigpt_dist.require import require, require_count, require_one_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -64,11 +64,13 @@ class TrainConfig:
     last: "off" nothing; "replay" and "skip" go back to the last checkpoint, at most `max_rollbacks` times, and read the same
     batches again or pass over the bad one.
     tp: ranks that share each layer of a replica (tensor parallelism); sequence_parallel: they cut the sequence outside of it too.
+    pp: ranks that share the layers of a replica out (pipeline parallelism), and the schedule in which they run a step's micro-batches.
     recompute: blocks compute their activations again in backward. loss_scale: the first, for dtype
     "float16"; it changes by itself.
     zero_stage: what is cut over the ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too. The numbers are the same.
     max_norm: the mean gradient is scaled down to this 2-norm over all parameters; 0 leaves it as it is.
     offload: where the optimizer's shard lives: "none" is with the parameters, "memory" the host's, "disk" a file. The numbers are the same.
+    overlap: do ranks exchange while they compute, in ZeRO's stages 2 and 3 and in a pipeline? The numbers are the same.
     """
 
     world_size: int = 4
@@ -90,16 +92,19 @@ class TrainConfig:
     max_rollbacks: int = 3
     spike: float = 2.0
     tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
     sequence_parallel: bool = False
     recompute: bool = False
     loss_scale: float = 2.0**16
     zero_stage: int = 1
     max_norm: float = 0.0
     offload: str = "none"
+    overlap: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "steps", "batch", "micro_batches", "tp"):
+        for name in ("world_size", "steps", "batch", "micro_batches", "tp", "pp"):
             require_count(name, getattr(self, name))
         for name in ("seed", "checkpoint_step", "checkpoint_every", "max_rollbacks"):
             require_count(name, getattr(self, name), least=0)
@@ -122,16 +127,20 @@ class TrainConfig:
         require_one_of("guard", self.guard, GUARDS)
         require(math.isfinite(self.spike) and self.spike > 1, "spike", self.spike, "a finite number above 1")
         require_one_of("reduction", self.reduction, REDUCTIONS)
-        require(self.world_size % self.tp == 0, "world_size", self.world_size, f"a multiple of tp ({self.tp})")
+        replica, axes = (self.tp * self.pp, "tp * pp") if self.pp > 1 else (self.tp, "tp")
+        require(self.world_size % replica == 0, "world_size", self.world_size, f"a multiple of {axes} ({replica})")
         require_one_of("zero_stage", self.zero_stage, STAGES)
+        require_one_of("schedule", self.schedule, tuple(CHUNKS))
         self.layout.require_fits(self.model, self.world_size)
+        wanted = "'sum' where pp is above 1, as stages run several micro-batches at once"
+        require(self.pp == 1 or self.reduction == "sum", "reduction", self.reduction, wanted)
         even = not self.sequence_parallel or self.model.seq_len % self.tp == 0
         require(even, "seq_len", self.model.seq_len, f"a multiple of tp ({self.tp}), where the sequence is cut")
 
     @property
     def dp(self) -> int:
         """Data-parallel ranks: replicas of the model."""
-        return self.world_size // self.tp
+        return self.world_size // (self.tp * self.pp)
 
     @property
     def layout(self) -> Layout:
@@ -139,11 +148,13 @@ class TrainConfig:
         return Layout(
             self.dp,
             self.tp,
+            self.pp,
             zero_stage=self.zero_stage,
             precision=self.dtype,
             recompute=self.recompute,
             offload=self.offload,
             micro_batches=self.micro_batches,
+            schedule=self.schedule,
         )
 
     @property

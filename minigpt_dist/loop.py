@@ -50,46 +50,7 @@ class Unguarded:
         return step
 
 
-def train(
-    model: nn.Module,
-    steps: int,
-    *,
-    broadcast: Callable[[nn.Module], object],
-    make_optimizer: Callable[[nn.Module], AnyOptimizer],
-    restore: Callable[[nn.Module, AnyOptimizer], int],
-    batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]],
-    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
-    backward: Callable[[Tensor, AnyOptimizer], object],
-    save: Callable[[int, nn.Module, AnyOptimizer], object],
-    observe: Callable[[nn.Module, AnyOptimizer], Observer],
-    guard: Callable[[nn.Module, AnyOptimizer], Guard] = lambda model, optimizer: Unguarded(),
-) -> None:
-    """Train `model` up to `steps` completed updates, starting from as many as `restore` says are done.
-
-    The optimizer is built after the broadcast, so that master shards are cut from parameters all ranks agree on.
-    `batches(step)` gives the micro-batches of the step that will be the `step`-th update, counted from 1. After an update
-    the guard may have gone back to an earlier step: that update is then not saved, and training goes on from there.
-    """
-    broadcast(model)
-    optimizer = make_optimizer(model)
-    done = restore(model, optimizer)
-    observer = observe(model, optimizer)
-    observer.started(done)
-    watch = guard(model, optimizer)
-    while done < steps:
-        step = done + 1
-        optimizer.zero_grad()
-        losses = _add_gradients(model, batches(step), optimizer, loss_of, backward)
-        observer.backward_done(step)
-        watch.ask(model, losses)
-        optimizer.step()
-        observer.updated(step, losses)
-        done = watch.answer(step, model, optimizer)
-        if done == step:
-            save(step, model, optimizer)
-
-
-def _add_gradients(
+def one_by_one(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     optimizer: AnyOptimizer,
@@ -103,3 +64,44 @@ def _add_gradients(
         backward(loss, optimizer)
         losses.append(loss.item())
     return losses
+
+
+def train(
+    model: nn.Module,
+    steps: int,
+    *,
+    broadcast: Callable[[nn.Module], object],
+    make_optimizer: Callable[[nn.Module], AnyOptimizer],
+    restore: Callable[[nn.Module, AnyOptimizer], int],
+    batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]],
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    backward: Callable[[Tensor, AnyOptimizer], object],
+    save: Callable[[int, nn.Module, AnyOptimizer], object],
+    observe: Callable[[nn.Module, AnyOptimizer], Observer],
+    add_gradients: Callable[..., list[float]] = one_by_one,
+    guard: Callable[[nn.Module, AnyOptimizer], Guard] = lambda model, optimizer: Unguarded(),
+) -> None:
+    """Train `model` up to `steps` completed updates, starting from as many as `restore` says are done.
+
+    The optimizer is built after the broadcast, so that master shards are cut from parameters all ranks agree on.
+    `batches(step)` gives the micro-batches of the step that will be the `step`-th update, counted from 1; `one_by_one` runs them, or
+    an `add_gradients` that takes and returns the same (a pipeline). After an update the guard may have gone back to an earlier step:
+    that update is then not saved, and training goes on from there.
+    """
+    broadcast(model)
+    optimizer = make_optimizer(model)
+    done = restore(model, optimizer)
+    observer = observe(model, optimizer)
+    observer.started(done)
+    watch = guard(model, optimizer)
+    while done < steps:
+        step = done + 1
+        optimizer.zero_grad()
+        losses = add_gradients(model, batches(step), optimizer, loss_of, backward)
+        observer.backward_done(step)
+        watch.ask(model, losses)
+        optimizer.step()
+        observer.updated(step, losses)
+        done = watch.answer(step, model, optimizer)
+        if done == step:
+            save(step, model, optimizer)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from minigpt_dist.drift import Drift
-from minigpt_dist.launch import ledger
+from minigpt_dist.launch import in_flight, ledger
 from minigpt_dist.memory import census
 from minigpt_dist.trace import Record, digest, own_part, state_digests
 
 ALL = frozenset({"digests", "bytes", "collectives"})
+TIMELINE = "timeline"  # to be watched too: when what was computed and exchanged
 PER_TENSOR = 64  # elements of each parameter whose movement is followed
 
 
@@ -74,6 +75,8 @@ class Recorder:
         self._grad_norm = self._loss_scale = math.nan
         self._clock, self._talked = time.perf_counter(), 0.0
         self._seconds: dict[str, float] = {}
+        self._spans: list[list[Any]] = []
+        in_flight.time_calls(TIMELINE in watch)
         self._drift, self._sample = Drift(), list[float]()
 
     def _is_counted(self, step: int) -> bool:
@@ -83,6 +86,11 @@ class Recorder:
     def batch(self, inputs: Tensor) -> None:
         """Note the token ids that are about to be fed to the model."""
         self._tokens.extend(inputs.flatten().tolist())
+
+    def computed(self, what: str, start: float, end: float) -> None:
+        """Note a stretch of computing, by time.perf_counter: "F" forward, "B" backward, "U" the update."""
+        if TIMELINE in self.watch:
+            self._spans.append([what, start, end])
 
     def started(self, step: int) -> None:
         ledger.clear()
@@ -98,6 +106,7 @@ class Recorder:
         self._clock = time.perf_counter()
 
     def updated(self, step: int, losses: list[float]) -> None:
+        self.computed("U", self._clock, time.perf_counter())
         self._lap("optimizer")
         self._append(step, math.fsum(losses) / len(losses))
 
@@ -134,6 +143,7 @@ class Recorder:
             tokens=self._tokens,
             seconds=self._seconds,
             update_ratio=ratio,
+            spans=self._spans,
         )
         if step:
             self._flag(record)
@@ -141,7 +151,7 @@ class Recorder:
         if self.on_record:
             self.on_record(record)
         ledger.clear()
-        self._tokens, self._seconds = [], {}
+        self._tokens, self._seconds, self._spans = [], {}, []
         self._grad_norm = self._loss_scale = math.nan
         self._clock, self._talked = time.perf_counter(), 0.0
 

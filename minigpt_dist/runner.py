@@ -6,6 +6,7 @@ to `worker.py` (this package's own) and to the judge (another implementation's):
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from minigpt_dist.cadence import Cadence
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.guard import Guard
 from minigpt_dist.loop import Guard as Guarding
-from minigpt_dist.loop import Unguarded, train
+from minigpt_dist.loop import Unguarded, one_by_one, train
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.memory import baseline
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.parallel.mesh import coordinates_of
+from minigpt_dist.parts import Parts
 from minigpt_dist.recorder import ALL, Recorder, whole_parameters
 from minigpt_dist.rescue import Rescue, place, whole_gradients
 from minigpt_dist.trace import Record, state_digests, to_line
@@ -42,7 +44,9 @@ class Pieces:
     broadcast: Callable[[nn.Module], object]
     optimizer: Callable[[nn.Module, TrainConfig, int, int], Any]
     save: Callable[[State, Path, int, TrainConfig], object]
-    load: Callable[[Path, int, int], State]
+    load: Callable[
+        ..., State
+    ]  # of (folder, world size, rank), and the `parts` that the rank is to hold, where they are known
     forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(
         ids
     )  # through a data-parallel wrapper, if any
@@ -59,9 +63,13 @@ class Pieces:
     accumulating: Callable[[Any], AbstractContextManager[object]] = (
         nullcontext  # of the optimizer: all backwards of a step but the last run inside
     )
+    parts: Callable[[nn.Module, Any], Parts] | None = (
+        None  # of model and optimizer: what a rank holds, for checkpoints that go on at other layouts
+    )
     gradients: Callable[[nn.Module, Any], Iterable[Tensor]] = lambda model, optimizer: whole_gradients(
         model
     )  # what a rank holds of them
+    add_gradients: Callable[..., list[float]] = one_by_one  # forward and backward of a step's micro-batches
 
 
 def capture(step: int, model: nn.Module, optimizer: Any) -> State:
@@ -121,10 +129,11 @@ class Worker:
             make_optimizer=self._make_optimizer,
             restore=self._restore,
             batches=self._batches,
-            loss_of=lambda model, x, y: self.pieces.loss(model, self.pieces.forward(model, x), y),
+            loss_of=self._forward,
             backward=self._backward,
             save=self._save,
             observe=self._observe,
+            add_gradients=self._add_gradients,
             guard=self._guard,
         )
         incidents = [] if self.rescue is None else [str(incident) for incident in self.rescue.guard.incidents]
@@ -138,12 +147,12 @@ class Worker:
     def _restore(self, model: nn.Module, optimizer: Any) -> int:
         if not self.resume:
             return 0
-        return self._put_back(
-            self.pieces.load(self.source or self.folder, self.config.world_size, self.rank), model, optimizer
-        )
+        return self._put_back(self.source or self.folder, model, optimizer)
 
-    def _put_back(self, state: State, model: nn.Module, optimizer: Any) -> int:
-        """Restore a state of this run, and what its data had passed over by then; the step it was taken at."""
+    def _put_back(self, source: Path, model: nn.Module, optimizer: Any) -> int:
+        """Restore the newest checkpoint in `source`, and what its data had passed over by then; the step it was taken at."""
+        held = {} if self.pieces.parts is None else {"parts": self.pieces.parts(model, optimizer)}
+        state = self.pieces.load(source, self.config.world_size, self.rank, **held)
         self.skipped[:] = sorted({*self.skipped, *state.get("skipped", [])})
         with self.pieces.gathered(optimizer):
             return restore_state(state, model, optimizer)
@@ -159,7 +168,14 @@ class Worker:
             self._last = m == self.config.micro_batches - 1
             yield x, y
 
+    def _forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        began = time.perf_counter()
+        loss = self.pieces.loss(model, self.pieces.forward(model, x), y)
+        self.recorder.computed("F", began, time.perf_counter())
+        return loss
+
     def _backward(self, loss: Tensor, optimizer: Any) -> None:
+        began = time.perf_counter()
         with nullcontext() if self._last else self.pieces.accumulating(optimizer):
             scaler = getattr(optimizer, "scaler", None)
             loss = loss if scaler is None else scaler.scaled(loss)
@@ -169,13 +185,22 @@ class Worker:
             else:
                 (loss / self.config.micro_batches).backward()
         self.pieces.after_backward(self.model)
+        self.recorder.computed("B", began, time.perf_counter())
+
+    def _add_gradients(self, model: nn.Module, *rest: Any) -> list[float]:
+        losses = self.pieces.add_gradients(model, *rest)
+        for span in getattr(model, "spans", ()):  # of a pipeline's stages
+            self.recorder.computed(str(span.action), span.start, span.end)
+        return losses
 
     def _save(self, step: int, model: nn.Module, optimizer: Any) -> None:
         due = self.cadence.due(step)
         if step != self.config.checkpoint_step and not due:
             return
         self.snapshot, self.saved = state_digests(self._write(step, model, optimizer)), step
-        if self.config.tp > 1:  # the state has this rank's part of a parameter, a record the whole
+        if (
+            self.config.tp * self.config.pp > 1
+        ):  # the state has this rank's part of the parameters, a record all of them
             self.snapshot |= {f"model.{name}": value for name, value in self.recorder.records[-1].params.items()}
 
     def _write(self, step: int, model: nn.Module, optimizer: Any) -> State:
@@ -184,7 +209,8 @@ class Worker:
             state = capture(step, model, optimizer)
         if self.skipped:
             state["skipped"] = list(self.skipped)
-        self.pieces.save(state, self.folder, step, self.config)
+        held = {} if self.pieces.parts is None else {"parts": self.pieces.parts(model, optimizer).to_plain()}
+        self.pieces.save({**state, **held}, self.folder, step, self.config)
         return state
 
     def _guard(self, model: nn.Module, optimizer: Any) -> Guarding:
@@ -197,7 +223,7 @@ class Worker:
 
     def _go_back(self, model: nn.Module, optimizer: Any) -> int:
         """Restore the newest checkpoint of this run, and forget what was recorded since; its step."""
-        step = self._put_back(self.pieces.load(self.folder, self.config.world_size, self.rank), model, optimizer)
+        step = self._put_back(self.folder, model, optimizer)
         self.recorder.rewind(step)
         return step
 

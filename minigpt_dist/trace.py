@@ -66,6 +66,7 @@ class Record:
     update_ratio: how far a sample of the parameters moved in this step, over its size. drift: which numbers are far from usual, and the
     factor (`drift.py`).
     loss_scale: what the step's loss was multiplied by; nan without a scale. skipped: steps left out for an overflow, in the run so far.
+    spans: [what, start, end] of each stretch of computing, where a timeline is kept, by the clock that `collectives` then go by too.
     bytes: kind -> bytes held. collectives: what was called since the last record. tokens: ids read. seconds: by phase.
     """
 
@@ -85,6 +86,7 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)
     update_ratio: float = math.nan
     drift: dict[str, float] = field(default_factory=dict)
+    spans: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass

@@ -118,6 +118,14 @@ def test_stages_2_and_3_are_each_measured_beside_stage_1_and_fsdp2(capsys: pytes
         assert list(found) == list(zero.VARIANTS)
 
 
+@pytest.mark.slow
+def test_every_layout_takes_a_step_beside_data_ranks_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("layouts --world-size 4 --rounds 1 --steps 1") == EXIT_OK
+    title = "Training step by layout, ZeRO-1, tiny: P = 29,824, 4 ranks, 512 tokens, 1 rounds of 1 steps"
+    found = rows(capsys.readouterr().out, title)
+    assert list(found) == ["dp 4", "dp 2, pp 2", "dp 2, tp 2", "pp 4", "tp 2, pp 2", "tp 4"]
+
+
 def test_all_reduces_are_measured_at_every_size_with_a_goal_for_the_large(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("collectives --world-size 2 --rounds 1") == EXIT_OK
     out = capsys.readouterr().out
@@ -141,7 +149,7 @@ def test_strict_exits_one_where_a_goal_is_missed(
 
 
 WRONG = {
-    "speed": "what is 'speed', but should be one of step, ddp, zero, recompute, guard, collectives, checkpoint, launch, all",
+    "speed": "what is 'speed', but should be one of step, ddp, zero, layouts, recompute, guard, collectives, checkpoint, launch, all",
     "step --size huge": "size is 'huge', but should be one of tiny, medium",
     "step --rounds 0": "rounds is 0, but should be a whole number of at least 1",
     "step --steps -1": "steps is -1, but should be a whole number of at least 1",

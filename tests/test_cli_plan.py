@@ -13,6 +13,7 @@ from minigpt_dist.cli import train
 from minigpt_dist.cli.quantities import bandwidth, size, told
 from minigpt_dist.cli.settings import read_settings
 from minigpt_dist.cli.usage import Parser, UsageError
+from minigpt_dist.layout import Layout
 
 TINY = "plan --architecture minigpt --layers 2 --hidden 32 --heads 4 --vocab 64 --seq 16 --gpus 2 --gpu-memory 1MB --global-batch 8"
 ONE_AXIS = "--tp 1 --pp 1 --zero 1 --recompute no"
@@ -77,17 +78,19 @@ def test_a_saved_plan_trains(saved: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_run_takes_every_number_of_its_plan(saved: Path) -> None:
     parser = Parser()
     train.add_arguments(parser)
-    layout = {"precision": "bfloat16", "micro_batches": 3, "zero_stage": 3, "offload": "disk"}
+    layout = {"precision": "bfloat16", "micro_batches": 3, "zero_stage": 3, "offload": "disk", "recompute": True}
     config = read_settings(parser.parse_args(["--plan", edited(saved, **layout, batch=5, seq_len=8)]), None).config
     assert (config.world_size, config.micro_batches, config.batch, config.dtype) == (2, 3, 5, "bfloat16")
-    assert (config.zero_stage, config.offload) == (3, "disk")
+    assert (config.zero_stage, config.offload, config.recompute) == (3, "disk", True)
     assert (config.model.seq_len, config.model.tie_head) == (8, False)
+    pipeline = parser.parse_args(["--plan", edited(saved, pp=3, tp=2, schedule="gpipe")])
+    assert read_settings(pipeline, None).config.layout == Layout(dp=2, tp=2, pp=3, schedule="gpipe", micro_batches=2)
 
 
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"pp": 2}, "pp of the plan is 2, but should be 1, which is what train carries out"),
+        ({"pp": 5}, "number of pipeline stages is 5, but should be at most 4: an embedding, 2 blocks and a head"),
         ({"zero_stage": 0}, "zero_stage is 0, but should be one of 1, 2, 3"),
         ({"precision": "float8"}, "precision is 'float8', but should be one of "),
         ({"architecture": "gpt"}, "architecture is 'gpt', but should be 'minigpt', the one that train has"),

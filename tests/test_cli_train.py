@@ -15,6 +15,8 @@ import pytest
 
 from minigpt_dist.__main__ import main
 from minigpt_dist.cli import training
+from minigpt_dist.cli.commands import load, parser_of
+from minigpt_dist.cli.settings import read_settings
 from minigpt_dist.cli.training import Outcome
 from minigpt_dist.trace import Record, Trace, read_trace
 
@@ -141,6 +143,12 @@ def test_a_run_resumed_on_fewer_ranks_ends_in_the_same_parameters(run: Run, tmp_
         ("--steps 2", "steps is 2, but should be above 2, the step of the checkpoint"),
         ("--checkpoint-step 1", "checkpoint_step is 1, but should be a step in 3..4, or 0 for no checkpoint"),
         ("--world-size 3", "world_size is 3, but should divide the 2 micro-batches of a step"),
+        ("--dp 4", "world_size is 4, but should divide the 2 micro-batches of a step"),
+        ("--dp 4 --tp 2", "number of replicas is 4, but should divide the 2 micro-batches of a step"),
+        ("--tp 3", "world_size is 2, but should be a multiple of tp (3)"),
+        ("--tp 8 --dp 1", "num_heads is 4, but should be a multiple of tp (8)"),
+        ("--tp 0", "tp is 0, but should be a whole number of at least 1"),
+        ("--dp 2 --tp 2 --world-size 2", "world_size is 2, but should be 4, dp * tp * pp"),
     ],
 )
 def test_a_resumed_run_refuses_another_setting(
@@ -148,6 +156,24 @@ def test_a_resumed_run_refuses_another_setting(
 ) -> None:
     assert main(["--resume", str(run.folder), *words.split()]) == 2
     assert capsys.readouterr().err == f"minigpt-dist: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "axes"),
+    [
+        ("", (2, 1, 1)),
+        ("--tp 2", (1, 2, 2)),
+        ("--dp 1 --tp 4", (1, 4, 2)),
+        ("--dp 2 --tp 2", (2, 2, 1)),
+        ("--dp 1", (1, 1, 2)),
+    ],
+)
+def test_a_resumed_run_has_the_layout_asked_for_and_the_global_batch_that_was(
+    words: str, axes: tuple[int, int, int], run: Run
+) -> None:
+    args = parser_of(load("train")).parse_args(["--resume", str(run.folder), *words.split()])
+    config = read_settings(args, None).config
+    assert (config.dp, config.tp, config.micro_batches) == axes
 
 
 def test_an_altered_checkpoint_is_told_before_ranks_start(
@@ -173,9 +199,15 @@ def test_replicas_of_two_ranks_are_verified_and_go_on_where_they_were(tmp_path: 
     second = run_into(tmp_path / "second", "--resume", str(first.folder), "--steps", "6")
     assert second.code == 0
     assert second.outcome.trace.at(4)[0].params == first.outcome.trace.at(4)[0].params
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert main(["--resume", str(first.folder), "--world-size", "2", "--steps", "6"]) == 2
-    assert said.getvalue().strip() == "minigpt-dist: world_size is 2, but should be 4, as tp is 2"
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize("words", ["--dp 1 --tp 4", "--dp 2 --tp 1 --zero 3", "--world-size 2"])
+def test_a_run_of_two_ranks_a_replica_goes_on_at_another_layout(words: str, tmp_path: Path) -> None:
+    first = run_into(tmp_path / "first", "--tp", "2", "--dp", "2", "--steps", "4", "--dtype", "float64")
+    second = run_into(tmp_path / "second", "--resume", str(first.folder), *words.split())
+    assert second.code == 0
+    assert second.outcome.losses() == pytest.approx({s: first.outcome.losses()[s] for s in (3, 4)}, abs=1e-11)
 
 
 @pytest.mark.slow  # as above

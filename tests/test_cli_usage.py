@@ -45,7 +45,7 @@ WRONG = {
     "--tp 3": "world_size is 4, but should be a multiple of tp (3)",
     "--tp 8 --dp 1": "num_heads is 4, but should be a multiple of tp (8)",
     "--dp 0": "dp is 0, but should be a whole number of at least 1",
-    "--dp 2 --tp 2 --world-size 6": "world_size is 6, but should be 4, dp * tp",
+    "--dp 2 --tp 2 --world-size 6": "world_size is 6, but should be 4, dp * tp * pp",
     "--tp 2 --sequence-parallel --seq-len 15": "seq_len is 15, but should be a multiple of tp (2), where the sequence is cut",
     "--reduction max": "reduction is 'max', but should be one of sum, exact",
     "--device tpu": "device is 'tpu', but should be one of auto, cpu, cuda",

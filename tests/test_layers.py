@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minigpt_dist"
 LAYERS = {
-    0: ("require", "config", "layout", "model", "loss", "corpus", "batches", "trace", "launch"),
-    1: ("parallel", "checkpoint", "guard", "drift", "cadence", "memory", "activations", "planner"),
+    0: ("require", "config", "layout", "model", "cut", "parts", "loss", "corpus", "batches", "trace", "launch"),
+    1: ("parallel", "checkpoint", "guard", "drift", "overlap", "cadence", "memory", "activations", "planner"),
     2: ("loop",),
     3: ("worker", "runner", "rescue", "recorder"),
     4: ("verify",),

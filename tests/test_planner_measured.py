@@ -27,6 +27,7 @@ from minigpt_dist.parallel.pipeline import SCHEDULES, Pipeline, layers_of
 from minigpt_dist.parallel.zero import ZeroOptimizer
 from minigpt_dist.planner import ModelShape, Techniques, communication, memory
 from minigpt_dist.planner.communication import communication_of
+from minigpt_dist.planner.memory import memory_of
 from minigpt_dist.planner.stages import shares
 from minigpt_dist.planner.techniques import OWN
 from minigpt_dist.worker import rank_body
@@ -156,6 +157,21 @@ def test_states_and_bytes_on_the_tensor_axis_are_those_of_the_trace(tp: int, rec
     assert [2 * (tp - 1) * payload // tp for payload in payloads] == [
         communication(shape, config.layout, BATCH).tp
     ] * tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dp, tp, pp, schedule", [(2, 2, 2, "1f1b"), (1, 1, 4, "gpipe"), (2, 1, 2, "interleaved")])
+def test_states_of_every_pipeline_rank_are_as_predicted(
+    dp: int, tp: int, pp: int, schedule: str, tmp_path: Path
+) -> None:
+    axes = {"tp": tp, "pp": pp, "schedule": schedule, "micro_batches": 2}
+    config = TrainConfig(dp * tp * pp, 1, batch=BATCH, checkpoint_step=0, model=ModelConfig(tie_head=True), **axes)
+    ranks = run_world(rank_body, config.world_size, config.to_dict(), str(tmp_path), False, ["bytes"], "cpu")
+    shape = ModelShape.of("minigpt", config.model)
+    wanted = [memory_of(share, shape, config.layout, BATCH, OWN).to_dict() for share in shares(shape, config.layout)]
+    for rank, result in enumerate(ranks):
+        held = result["records"][-1]["bytes"]
+        assert {kind: held[kind] for kind in KINDS[:3]} == {kind: wanted[rank // (dp * tp)][kind] for kind in KINDS[:3]}
 
 
 def test_one_round_gathers_end_where_the_collective_ends_them() -> None:

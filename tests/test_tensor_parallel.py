@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt_dist.activations import SavedBytes
+from minigpt_dist.cut import Cut
 from minigpt_dist.launch import World, ledger, run_world
 from minigpt_dist.loss import next_token_loss
 from minigpt_dist.model import MiniGPT
@@ -23,7 +24,6 @@ from minigpt_dist.parallel.recompute import recompute_blocks
 from minigpt_dist.parallel.tensor import TensorAxis, attention, operators, tensor_parallel, token_loss, whole
 from minigpt_dist.parallel.tensor import whole_gradients as gradients_of
 from minigpt_dist.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-from minigpt_dist.parallel.tensor.cut import Cut
 from minigpt_dist.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from minigpt_dist.parallel.tensor.streams import RankDropout, rank_stream
 from minigpt_dist.parallel.tensor.vocabulary import VocabParallelHead, VocabSlice

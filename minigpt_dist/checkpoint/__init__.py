@@ -9,6 +9,7 @@ from minigpt_dist.checkpoint.errors import CheckpointError
 from minigpt_dist.checkpoint.export import export_safetensors, import_safetensors
 from minigpt_dist.checkpoint.folder import latest_step_folder, read_manifest
 from minigpt_dist.checkpoint.manifest import Manifest
+from minigpt_dist.checkpoint.relayout import load_at_layout, load_whole
 from minigpt_dist.checkpoint.reshard import load_resharded, merge_states, split_state
 from minigpt_dist.checkpoint.retention import keep_last
 from minigpt_dist.checkpoint.second_tier import SecondTier
@@ -26,9 +27,11 @@ __all__ = [
     "import_safetensors",
     "keep_last",
     "latest_step_folder",
+    "load_at_layout",
     "load_resharded",
     "load_shard",
     "load_sharded",
+    "load_whole",
     "merge_states",
     "read_manifest",
     "save_shard",

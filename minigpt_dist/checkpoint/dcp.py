@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from minigpt_dist.checkpoint.errors import CheckpointError, mismatch, naming_file
 from minigpt_dist.checkpoint.files import fsync_folder
-from minigpt_dist.checkpoint.reshard import load_resharded
+from minigpt_dist.checkpoint.relayout import load_whole
 from minigpt_dist.checkpoint.state import FlatState, State, flatten, unflatten
 
 __all__ = ["export_dcp", "import_dcp"]
@@ -54,7 +54,7 @@ def export_dcp(folder: Path | str, path: Path | str) -> None:
 
     Raises:
         ValueError: `path` exists, or two tensors would get one name.
-        CheckpointError: as `load_resharded`, or the disk refused; no partial folder is left.
+        CheckpointError: as `load_whole`, or the disk refused; no partial folder is left.
     """
     # Imported here because it takes long and most runs never need it.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -63,7 +63,7 @@ def export_dcp(folder: Path | str, path: Path | str) -> None:
     path = Path(path)
     if path.exists():
         raise ValueError(f"{path} exists, but should be a new folder")
-    flat = flatten(load_resharded(folder, 1)[0])
+    flat = flatten(load_whole(folder))
     places = {_dotted(place): place for place in flat.tensors}
     if len(places) != len(flat.tensors) or STATE_KEY in places:
         raise ValueError(f"{folder}: two tensors have the same dotted name")

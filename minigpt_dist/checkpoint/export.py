@@ -18,7 +18,7 @@ import torch
 
 from minigpt_dist.checkpoint.errors import CheckpointError, mismatch, naming_file
 from minigpt_dist.checkpoint.files import fsync_folder, open_regular, write_file
-from minigpt_dist.checkpoint.reshard import load_resharded
+from minigpt_dist.checkpoint.relayout import load_whole
 from minigpt_dist.checkpoint.shard_file import FORMAT_DTYPES
 
 __all__ = ["export_safetensors", "import_safetensors"]
@@ -28,11 +28,11 @@ def export_safetensors(folder: Path | str, path: Path | str) -> dict[str, torch.
     """Writes `state["model"]` of a checkpoint to the file `path`, replacing it in one stroke; what was written.
 
     Raises:
-        CheckpointError: as `load_resharded`; no mapping of names to tensors at `state["model"]`, the same on all ranks;
+        CheckpointError: as `load_whole`; no mapping of names to tensors at `state["model"]`, the same on all ranks;
             a dtype that the format lacks; or the disk refused.
     """
     path = Path(path)
-    model = _checked_model(load_resharded(folder, 1)[0].get("model"), folder)
+    model = _checked_model(load_whole(folder).get("model"), folder)
     content = safetensors.torch.save(model, metadata={"format": "pt"})
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     with naming_file(path, "to write a model"):

@@ -19,7 +19,7 @@ from minigpt_dist.checkpoint.folder import open_checkpoint
 from minigpt_dist.checkpoint.shard_file import as_bytes, read_shard
 from minigpt_dist.checkpoint.state import State, child_pointer, flatten
 
-__all__ = ["load_resharded", "merge_states", "split_state"]
+__all__ = ["COUNTS", "PER_RANK", "check_same", "load_resharded", "merge_states", "split_state"]
 
 PER_RANK = "rng"  # a rank's own; it has no meaning at another world size
 COUNTS = "steps"  # updates of each parameter, known to the ranks that own a piece of it, and 0 elsewhere
@@ -64,7 +64,7 @@ def merge_states(states: Sequence[State]) -> State:
             raise ValueError(f"rank {rank} has slices at {sorted(found)}, rank 0 at {sorted(slices[0])}")
     shared = [_map_slices(_without_own(state), "", slices[0], _shared_part) for state in states]
     for rank, other in enumerate(shared):
-        _check_same(shared[0], other, rank)
+        check_same(shared[0], other, rank)
 
     def join(part: Mapping[str, Any], place: str) -> dict[str, Any]:
         return {**part, **_join([_at(state, place) for state in states], place)}
@@ -157,7 +157,7 @@ def _cut(part: Mapping[str, Any], mine: FlatSlice) -> dict[str, Any]:
     return {**part, **tensors, "offset": mine.offset, "numel": mine.numel}
 
 
-def _check_same(first: State, other: State, rank: int) -> None:
+def check_same(first: State, other: State, rank: int) -> None:
     """ValueError naming the first place where two ranks' shared parts differ in a bit."""
     a, b = flatten(first), flatten(other)
     if a.plain != b.plain or a.tensors.keys() != b.tensors.keys():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "measure steps, checkpoints and launches beside their rivals, as ratios"
-KINDS = ("step", "ddp", "zero", "recompute", "guard", "collectives", "checkpoint", "launch", "all")
+KINDS = ("step", "ddp", "zero", "layouts", "recompute", "guard", "collectives", "checkpoint", "launch", "all")
 SIZES = ("tiny", "medium")
 ROUNDS = {"tiny": 20, "medium": 10, "collectives": 10, "checkpoint": 8, "launch": 30}
 REDUCED_ROUNDS = {"tiny": 8, "medium": 4, "collectives": 4, "checkpoint": 4, "launch": 10}  # of `bench all`
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size",
         default="tiny",
         metavar="SIZE",
-        help=f"step, ddp, zero, recompute, guard: the model, {' or '.join(SIZES)} (tiny)",
+        help=f"step, ddp, zero, layouts, recompute, guard: the model, {' or '.join(SIZES)} (tiny)",
     )
     add("--megabytes", type=whole("megabytes"), default=MEGABYTES, metavar="N", help=f"checkpoint: 10^6 ({MEGABYTES})")
     add("--dir", type=Path, metavar="DIR", help="checkpoint: the disk to write to (temporary files)")
@@ -115,6 +115,7 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     from minigpt_dist.bench.data_parallel import compare_data_parallel
     from minigpt_dist.bench.guard import compare_guard
     from minigpt_dist.bench.launch import compare_launches
+    from minigpt_dist.bench.layouts import compare_layouts
     from minigpt_dist.bench.recompute import compare_recompute
     from minigpt_dist.bench.step import compare_steps
     from minigpt_dist.bench.zero import compare_stages
@@ -131,6 +132,9 @@ def _measurements(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     if args.what in ("zero", "all"):
         size = "medium" if args.what == "all" else args.size
         yield partial(compare_stages, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
+    if args.what in ("layouts", "all"):
+        size = "medium" if args.what == "all" else args.size
+        yield partial(compare_layouts, size, N, rounds[size], args.steps or STEPS[size], deadline_s)
     if args.what in ("recompute", "all"):
         size = "medium" if args.what == "all" else args.size
         yield partial(compare_recompute, size, N, rounds[size], args.steps or STEPS[size], deadline_s)

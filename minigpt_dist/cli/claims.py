@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.memory import zero1_bytes
+from minigpt_dist.parallel.mesh import coordinates_of
+from minigpt_dist.planner.shape import ModelShape
+from minigpt_dist.planner.stages import shares
 from minigpt_dist.trace import Trace
 from minigpt_dist.verify.checks.composition import falling, replicas_agree
 from minigpt_dist.verify.checks.resume import continues
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 # is small and swings; a smaller learning rate drowns the fall in what tells batches apart, a larger one overshoots.
 FALL_STEPS = 20
 FREE_FOR_FALL = (
-    *("tp", "sequence_parallel", "recompute", "zero_stage", "offload"),
+    *("tp", "pp", "schedule", "sequence_parallel", "recompute", "zero_stage", "offload", "overlap"),
     *("world_size", "steps", "seed", "micro_batches", "dtype", "reduction", "guard", "max_rollbacks", "spike"),
     *("checkpoint_step", "checkpoint_every", "checkpoint_minutes"),
 )
@@ -88,13 +91,19 @@ def _norms(outcome: Outcome) -> Claim:
     return Claim("b", "param_norms", says, tuple(replicas_agree(trace)))
 
 
-def optimizer_share(config: TrainConfig) -> tuple[int, str]:
-    """Bytes of optimizer state that a rank must hold, and the rule in words."""
-    P, N = config.model.numel(config.tp), config.dp
+def optimizer_share(config: TrainConfig, stage: int = 0) -> tuple[int, str]:
+    """Bytes of optimizer state that a rank of pipeline rank `stage` must hold, and the rule in words."""
+    shape, layout = ModelShape(config.model), config.layout
+    P, N = shares(shape, layout)[stage].numel(shape, layout), config.dp
     element = 24 if config.dtype == "float64" else 12  # master and moments are float32 but for float64 parameters
     share, rule = zero1_bytes(P, N, element), f"{element}P/N with P = {P}, N = {N}"
-    if config.tp > 1:
-        rule += f": of the model's {config.model.numel()}, what one of {config.tp} tensor-parallel ranks holds, over {N} replicas"
+    if config.tp * config.pp > 1:
+        axes = [
+            f"{size} {kind}-parallel" for size, kind in ((config.tp, "tensor"), (config.pp, "pipeline")) if size > 1
+        ]
+        rule += (
+            f": of the model's {config.model.numel()}, what one of {' x '.join(axes)} ranks holds, over {N} replicas"
+        )
     if (
         config.reduction == "exact" and config.zero_stage == 1
     ):  # summed in float64 over micro-batches, before they are cut
@@ -105,14 +114,19 @@ def optimizer_share(config: TrainConfig) -> tuple[int, str]:
 
 
 def _bytes(outcome: Outcome) -> Claim:
-    share, rule = optimizer_share(outcome.config)
-    says = f"optimizer memory is {share:,} bytes on every rank = {rule}"
-    return Claim("c", "optimizer_bytes", says, tuple(_unlike_share(outcome.trace, share, rule)))
+    config = outcome.config
+    wanted = [optimizer_share(config, stage) for stage in range(config.pp)]
+    says = f"optimizer memory is {wanted[0][0]:,} bytes on every rank = {wanted[0][1]}"
+    if config.pp > 1:
+        by_stage = "; ".join(f"{share:,} = {rule.partition(':')[0]}" for share, rule in wanted)
+        says = f"optimizer memory in bytes, by pipeline rank, is {by_stage}: {wanted[0][1].partition(': ')[2]}"
+    return Claim("c", "optimizer_bytes", says, tuple(_unlike_share(outcome.trace, config)))
 
 
-def _unlike_share(trace: Trace, share: int, rule: str) -> list[Violation]:
-    """The first step and rank whose optimizer holds other than `share` bytes; before the first step, more."""
+def _unlike_share(trace: Trace, config: TrainConfig) -> list[Violation]:
+    """The first step and rank whose optimizer holds other than its share of bytes; before the first step, more."""
     for record in trace.counted():
+        share, rule = optimizer_share(config, coordinates_of(config.layout, record.rank).pp)
         held = record.bytes["optimizer"]
         if held > share or (record.step and held != share):
             seen, place = f"{held} bytes", (record.step, record.rank)

@@ -1,17 +1,15 @@
 """`train --plan FILE`: a saved plan as options of a run.
 
-Owns what of a plan can be carried out: as much as `TrainConfig` has fields for. Leaves the format to `planner/saved.py`.
+Owns what a run calls the plan's numbers. Leaves the format to `planner/saved.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from minigpt_dist.cli.usage import UsageError
-from minigpt_dist.config import TrainConfig
-from minigpt_dist.layout import Layout
 from minigpt_dist.planner.saved import SavedPlan, read_plan
 
 IN_OTHER_WORDS = {"precision": "dtype"}  # a layout's field -> the run's
@@ -34,19 +32,10 @@ def take_plan(given: dict[str, Any], path: Path) -> None:
 
 
 def options_of(plan: SavedPlan) -> dict[str, Any]:
-    """The plan in fields of TrainConfig and ModelConfig. UsageError for what has no such field, unless it is at its default."""
+    """The plan in fields of TrainConfig and ModelConfig. UsageError for a model that `train` does not have."""
     if plan.shape.architecture != "minigpt":
         raise UsageError(
             f"architecture is {plan.shape.architecture!r}, but should be 'minigpt', the one that train has"
         )
-    known = {f.name for f in fields(TrainConfig)}
-    options = {**asdict(plan.shape.sizes), "world_size": plan.layout.world_size, "batch": plan.batch}
-    for name, usual in asdict(Layout()).items():
-        own, value = IN_OTHER_WORDS.get(name, name), getattr(plan.layout, name)
-        if own in known:
-            options[own] = value
-        elif name != "dp" and value != usual and not (name == "schedule" and plan.layout.pp == 1):
-            raise UsageError(
-                f"{name} of the plan is {value!r}, but should be {usual!r}, which is what train carries out"
-            )
-    return options
+    layout = {IN_OTHER_WORDS.get(name, name): value for name, value in asdict(plan.layout).items() if name != "dp"}
+    return {**asdict(plan.shape.sizes), **layout, "world_size": plan.layout.world_size, "batch": plan.batch}

@@ -19,6 +19,8 @@ from minigpt_dist.checkpoint.manifest import SCHEMA
 from minigpt_dist.cli.claims import Claim, ranks
 from minigpt_dist.cli.job import Job
 from minigpt_dist.config import TrainConfig
+from minigpt_dist.overlap import chart, overlap_of
+from minigpt_dist.trace import Trace
 
 if TYPE_CHECKING:
     from minigpt_dist.cli.training import Outcome
@@ -74,6 +76,23 @@ def print_run(console: Console, job: Job, outcome: Outcome, manifest: Manifest |
         console.print(_shards(console, manifest))
 
 
+def print_timeline(console: Console, trace: Trace) -> None:
+    """The last step as a chart, and how much of each rank's communication was hidden under computing."""
+    records = trace.at(trace.steps[-1])
+    _title(
+        console, f"Step {trace.steps[-1]} (F forward, B backward, U update; = an exchange under way, w a wait for one)"
+    )
+    say(console, chart(records))
+    made = table(console, "rank", "step ms", "exchanges", "under way ms", "waited ms", "hidden ms", "hidden", left=1)
+    for record in records:
+        found = overlap_of(record)
+        times = (found.length, found.under_way, found.waited, found.hidden)
+        whole, *rest = (f"{1e3 * each:.2f}" for each in times)
+        share = f"{found.hidden / found.under_way:.0%}" if found.under_way else ""
+        made.add_row(str(record.rank), whole, str(found.calls), *rest, share)
+    console.print(made)
+
+
 def _clipping(outcome: Outcome) -> str:
     """At how many steps the gradient was above its bound, and how far."""
     norms = [norm for step, norm in outcome.trace.grad_norms().items() if step > outcome.start]
@@ -122,7 +141,8 @@ def print_claims(console: Console, claims: list[Claim], config: TrainConfig, com
             mark, style = "reported, not judged", "yellow"
         console.print(f"({claim.letter}) [{style}]{mark}[/]: ", end="")
         if claim.violations:
-            shown = claim.violations[0].render(claim.check, minigpt_dist.__name__, config.world_size, tp=config.tp)
+            found, ours = claim.violations[0], minigpt_dist.__name__
+            shown = found.render(claim.check, ours, config.world_size, tp=config.tp, pp=config.pp)
             say(
                 console, f"{shown.rpartition(chr(10))[0]}\nreplay: minigpt-dist {command}"
             )  # this run, not the default one

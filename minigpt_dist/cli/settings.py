@@ -19,15 +19,15 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 BYTE_VOCAB = 256  # a text's tokens are its bytes
 DEVICES, BACKENDS = ("auto", "cpu", "cuda"), ("gloo", "nccl")
 SAVING = ("checkpoint_step", "checkpoint_every", "checkpoint_minutes")
-FREE_ON_RESUME = (
-    *("steps", "world_size", "zero_stage", "offload", "recompute", *SAVING),
-    *("guard", "max_rollbacks", "spike"),
-)
+LAYOUT = ("tp", "pp", "schedule", "sequence_parallel", "zero_stage", "offload", "recompute", "overlap")
+FREE_ON_RESUME = ("steps", "world_size", *LAYOUT, *SAVING, "guard", "max_rollbacks", "spike")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay."""
+    """A run: `source` is the run it continues, `start` the step that one had reached, `out` where its files stay.
+
+    timeline: keep when what was computed and exchanged, and show the last step."""
 
     config: TrainConfig
     device: str
@@ -36,6 +36,7 @@ class Settings:
     out: Path | None = None
     source: Path | None = None
     start: int = 0
+    timeline: bool = False
 
 
 def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Settings:
@@ -51,10 +52,9 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
     if args.plan is not None:
         take_plan(given, Path(args.plan))
     _take_launcher(given, launched_ranks)
-    _take_replicas(given, args.dp)
     source = None if args.resume is None else Path(args.resume)
     try:
-        config, start = _fresh(given) if source is None else _continued(given, source)
+        config, start = _fresh(given, args.dp) if source is None else _continued(given, args.dp, source)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not (config.checkpoint_step == 0 or start < config.checkpoint_step <= config.steps):
@@ -62,7 +62,7 @@ def read_settings(args: argparse.Namespace, launched_ranks: int | None) -> Setti
         raise UsageError(f"checkpoint_step is {config.checkpoint_step}, but should be {wanted}")
     _check_text(config)
     out = None if args.out is None else checked_out(Path(args.out))
-    return Settings(config, args.device, args.backend, deadline_s, out, source, start)
+    return Settings(config, args.device, args.backend, deadline_s, out, source, start, args.timeline)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,20 +79,21 @@ def _take_launcher(given: dict[str, Any], launched_ranks: int | None) -> None:
         raise UsageError(f"world_size is {asked}, but should be {launched_ranks}, the ranks that the launcher started")
 
 
-def _take_replicas(given: dict[str, Any], dp: int | None) -> None:
-    """The world size that `dp` replicas of the model need."""
+def _take_replicas(given: dict[str, Any], dp: int | None, usual: TrainConfig) -> None:
+    """The world size that `dp` replicas of the model need, each of as many ranks as are given, or usual."""
     if dp is None:
         return
     if dp < 1:
         raise UsageError(f"dp is {dp}, but should be a whole number of at least 1")
-    wanted = dp * given.get("tp", 1)
+    wanted = dp * given.get("tp", usual.tp) * given.get("pp", usual.pp)
     asked = given.setdefault("world_size", wanted)
     if asked != wanted:
-        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp")
+        raise UsageError(f"world_size is {asked}, but should be {wanted}, dp * tp * pp")
 
 
-def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:
+def _fresh(given: dict[str, Any], dp: int | None) -> tuple[TrainConfig, int]:
     """A run from step 0. Half of it lies before the checkpoint, unless asked otherwise."""
+    _take_replicas(given, dp, TrainConfig())
     text = given.get("text")
     if text is not None and given.setdefault("vocab", BYTE_VOCAB) < BYTE_VOCAB:
         wanted = f"at least {BYTE_VOCAB}, as the tokens of a text are its bytes"
@@ -103,14 +104,18 @@ def _fresh(given: dict[str, Any]) -> tuple[TrainConfig, int]:
     return config, 0
 
 
-def _continued(given: dict[str, Any], source: Path) -> tuple[TrainConfig, int]:
-    """A run that goes on from the latest checkpoint of `source`, which also says what it is a run of."""
+def _continued(given: dict[str, Any], dp: int | None, source: Path) -> tuple[TrainConfig, int]:
+    """A run that goes on from the latest checkpoint of `source`, which also says what it is a run of.
+
+    What is not given of the layout stays as it was.
+    """
     saved, start = _saved_run(source)
-    if given.get("world_size", saved.world_size) != saved.world_size:
+    _take_replicas(given, dp, saved)
+    layout = {name: given[name] for name in ("world_size", *LAYOUT) if name in given}
+    if any(value != getattr(saved, name) for name, value in layout.items()):
         from minigpt_dist.worker import resized  # here: torch, which fresh runs leave to the rank server
 
-        _with(saved, {"world_size": given["world_size"]})  # its range first
-        saved = resized(saved, given["world_size"])
+        saved = resized(saved, **{"world_size": saved.world_size, **layout})
     free = (*FREE_ON_RESUME, "text") if saved.text is not None else FREE_ON_RESUME  # the file may have moved
     for name, value in given.items():
         kept = getattr(saved.model if hasattr(saved.model, name) else saved, name)

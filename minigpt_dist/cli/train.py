@@ -14,7 +14,7 @@ from minigpt_dist.cli.settings import BACKENDS, DEVICES, read_settings
 from minigpt_dist.cli.usage import number, pair, whole
 from minigpt_dist.config import DTYPES, GUARDS, REDUCTIONS, ModelConfig, TrainConfig
 from minigpt_dist.launch.client import prepare
-from minigpt_dist.layout import OFFLOADS
+from minigpt_dist.layout import CHUNKS, OFFLOADS
 
 NAME = "train"
 HELP = "train the tiny GPT on 4 ranks and prove the composition: loss, norms, bytes, resume"
@@ -43,16 +43,20 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
         "checkpoint_step": "step to save after; 0 for none (half of the steps)",
         "checkpoint_every": "save after every N steps too",
         "tp": f"ranks that share each layer: tensor parallelism ({run.tp})",
-        "dp": "replicas of the model (world_size / tp)",
+        "pp": f"ranks that share the layers out: pipeline parallelism ({run.pp})",
+        "dp": "replicas of the model (world_size / (tp * pp))",
         "max_rollbacks": f"bad steps to go back from before giving up ({run.max_rollbacks})",
     }
     for name, text in helps.items():
         add(_option(name), type=whole(name), metavar="N", help=text)
+    add("--schedule", metavar="KIND", help=f"of the pipeline: {', '.join(CHUNKS)} ({run.schedule})")
     add("--sequence-parallel", action="store_true", default=None, help="with --tp, cut the sequence outside of it too")
     add("--recompute", action="store_true", default=None, help="compute a block's activations again in backward")
     stages = f"of ZeRO: cut the optimizer's state (1), gradients too (2), parameters too (3) over the ranks ({run.zero_stage})"
     add("--zero", dest="zero_stage", type=whole("zero_stage"), metavar="STAGE", help=stages)
     add("--offload", metavar="WHERE", help=f"the optimizer's shard: {', '.join(OFFLOADS)} ({run.offload})")
+    help_off = "wait for each exchange, in place of computing meanwhile"
+    add("--no-overlap", dest="overlap", action="store_false", default=None, help=help_off)
     add("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} ({run.dtype})")
     add(
         "--loss-scale",
@@ -72,6 +76,7 @@ def _add_run(add: Callable[..., object], run: TrainConfig) -> None:
     add("--spike", type=number("spike"), metavar="X", help=f"a loss above X times the last is bad ({run.spike:g})")
     add("--text", metavar="FILE", help="train on the bytes of a file, in place of the made corpus")
     add("--plan", metavar="FILE", help="model, ranks and batch as `minigpt-dist plan --out FILE` has chosen them")
+    add("--timeline", action="store_true", help="show who computed and exchanged what when, in the last step")
     add("--out", metavar="DIR", help="keep checkpoint, trace.jsonl and live metrics in this new folder")
     add("--resume", metavar="DIR", help="go on from the latest checkpoint of the run that was kept in DIR")
 

@@ -23,7 +23,7 @@ from minigpt_dist.cli.progress import progress
 from minigpt_dist.cli.settings import Settings, make_out
 from minigpt_dist.cli.usage import EXIT_OK, EXIT_VIOLATED
 from minigpt_dist.config import TrainConfig
-from minigpt_dist.recorder import ALL
+from minigpt_dist.recorder import ALL, TIMELINE
 from minigpt_dist.trace import Record, Trace, merge
 from minigpt_dist.worker import rank_body
 
@@ -63,6 +63,8 @@ def carry_out(settings: Settings, launched: bool, command_line: Sequence[str], b
         if job.leader:
             console = report.console()
             report.print_run(console, job, outcome, manifest)
+            if settings.timeline:
+                report.print_timeline(console, outcome.trace)
             report.print_claims(console, claims, config, shlex.join(command_line))
             report.print_end(console, claims, config, settings.out, time.perf_counter() - began)
     return EXIT_VIOLATED if any(claim.violations for claim in claims) else EXIT_OK
@@ -81,7 +83,7 @@ def _folders(job: Job, out: Path | None) -> Iterator[tuple[Path, Path]]:
 
 def _train(job: Job, settings: Settings, folder: Path, scratch: Path) -> Outcome:
     config, source = settings.config, settings.source
-    watch = sorted(ALL)
+    watch = sorted(ALL | {TIMELINE} if settings.timeline else ALL)
     where = None if source is None else str(source)
     with progress(folder if job.leader else None, "train", config.steps - settings.start):
         ranks = job.run(rank_body, config.to_dict(), str(folder), source is not None, watch, job.device, where)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from minigpt_dist.launch import mirror
+from minigpt_dist.launch import in_flight, mirror
 from minigpt_dist.launch.mirror import Mirror
 
 __all__ = ["attach", "clear", "entries", "install", "seconds"]
@@ -115,11 +115,11 @@ def entries() -> list[dict[str, Any]]:
     Keys: `op`; `group`, its global ranks; `dtype`, `numel` and `bytes` of the payload (None, 0, 0 without tensors),
     which is what this rank brings (of a batch: what it sends), or receives where it only receives; `site`, the calling
     "file:line"; `peer`, the rank named as source or destination, or None; `done`, whether the call has ended well (an
-    asynchronous one: its work has).
+    asynchronous one: its work has). While calls are timed, also what `in_flight.py` adds.
     """
     for work in [work for work in _pending if work.is_completed()]:
         _pending.pop(work).end_one()
-    return [dict(entry, group=list(entry["group"])) for entry in _entries]
+    return [in_flight.without_marks(dict(entry, group=list(entry["group"]))) for entry in _entries]
 
 
 def seconds() -> float:
@@ -159,7 +159,7 @@ def _recorded(op: str, original: Callable[..., Any], payload: str | None) -> Cal
         index = _note(entry)
         _inside.call = True
         try:
-            with _timed():
+            with _timed(), in_flight.blocked(entry):
                 result = original(*args, **kwargs)
         except BaseException:
             _mark(index, mirror.FAILED)
@@ -182,7 +182,7 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         if _mirror is not None:
             _mirror.wait(f"{call.entry['op']}'s wait", _site(), _detail(call.entry))
         try:
-            with _timed():
+            with _timed(), in_flight.blocked(call.entry):
                 result = original(work, *args, **kwargs)
         finally:
             if _mirror is not None:
@@ -262,6 +262,7 @@ def _settle(index: int, entry: dict[str, Any], result: Any) -> None:
     call = _Open(index, entry, len(works))
     for work in works:
         _pending[work] = call
+        in_flight.watch(entry, work)
     entry["done"] = not works
     _mark(index, mirror.PENDING if works else mirror.DONE)
 

@@ -50,8 +50,13 @@ def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -
         raise ValueError(f"src is {src}, but should be a rank of the world, 0 to {N - 1}")
     named = named_state(module)
     require_same_on_all_ranks("a tensor", _describe(named), group)
+    broadcast_tensors([t.detach() for _, t in named], src, group)
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], src: int, group: Group = None) -> None:
+    """Overwrite `tensors`, alike in number, shapes and dtypes on all ranks, with rank `src`'s, in place."""
     bucket: list[Tensor] = []
-    for tensor in (t.detach() for _, t in named):
+    for tensor in tensors:
         if bucket and sum(t.nbytes for t in (*bucket, tensor)) > BUCKET_BYTES:
             _broadcast_bucket(bucket, src, group)
             bucket = []

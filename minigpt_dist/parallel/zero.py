@@ -50,7 +50,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: if given, the mean gradient is scaled so that its global 2-norm is at most this (as clip_grad_norm_);
             `clipping` says what became of the last step's.
         stage: of ZeRO, 1, 2 or 3. model: for stage 3, where the parameters are used, if `module` is not that.
-        bucket_mb: for stages 2 and 3, MiB of gradients a message.
+        bucket_mb: for stages 2 and 3, MiB of gradients a message. overlap: for these, exchange while computing; the same bits.
         offload: where else than in the parameters' memory master copy and moments live; the same bits.
         reduction: "sum", or "exact": sums on a fixed grid that depend on no order (see `exact.py`). In exact mode gradients
             are summed over micro-batches and divided by their number over all ranks at the step, so do not divide the loss.
@@ -78,6 +78,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: int = 1,
         model: nn.Module | None = None,
         bucket_mb: float = 4.0,
+        overlap: bool = True,
         offload: Offload | None = None,
         model_axis: ModelAxis | None = None,
         scaler: LossScaler | None = None,
@@ -100,8 +101,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.world_size, self.rank, self.group = world_size, rank, group
         self.stage, self._model = stage, model
         self._units: Units | None = None
-        self._offload = offload
-        self._reducer = Reducer(int(bucket_mb * 2**20), group) if stage > 1 else None
+        self._offload, self._overlap = offload, overlap
+        self._reducer = Reducer(int(bucket_mb * 2**20), group, overlap) if stage > 1 else None
         self.max_norm, self.exact = max_norm, reduction == "exact"
         self.scaler = scaler
         self.micro_batches = 0
@@ -145,7 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._reducer is not None and isinstance(shard, ShardedGradients):
             self._reducer.add(shard)
         if isinstance(shard, Stage3) and self._model is not None:
-            self._units = self._units or Units(self._model, self.group)
+            self._units = self._units or Units(self._model, self.group, self._overlap)
             self._units.add(shard)
 
     def no_sync(self) -> AbstractContextManager[None]:

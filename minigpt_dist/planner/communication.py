@@ -32,7 +32,7 @@ class Communication:
 
 
 def communication(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques = OWN) -> Communication:
-    """The pipeline rank that sends most; `batch` sequences a micro-batch. ValueError for more stages than blocks."""
+    """The pipeline rank that sends most; `batch` sequences a micro-batch. ValueError for more stages than layers."""
     found = [communication_of(share, shape, layout, batch, techniques) for share in extremes(shape, layout)]
     return max(found, key=lambda each: each.total)
 

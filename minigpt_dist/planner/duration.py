@@ -45,7 +45,7 @@ def bubble_fraction(layout: Layout) -> float:
 
 
 def duration(shape: ModelShape, layout: Layout, batch: int, cluster: Cluster, techniques: Techniques = OWN) -> Duration:
-    """One step, paced by the pipeline rank whose micro-batch takes longest. ValueError for more stages than blocks."""
+    """One step, paced by the pipeline rank whose micro-batch takes longest. ValueError for more stages than layers."""
     paced = [_busy(share, shape, layout, batch, cluster, techniques) for share in extremes(shape, layout)]
     compute, tp, pp, share = max(paced, key=lambda each: each[0] + each[1] + each[2])
     idle = bubble_fraction(layout) * (compute + tp + pp)

@@ -36,7 +36,7 @@ class Memory:
 
 
 def memory(shape: ModelShape, layout: Layout, batch: int, techniques: Techniques = OWN) -> Memory:
-    """The pipeline rank that holds most; `batch` sequences a micro-batch. ValueError for more stages than blocks."""
+    """The pipeline rank that holds most; `batch` sequences a micro-batch. ValueError for more stages than layers."""
     found = [memory_of(share, shape, layout, batch, techniques) for share in extremes(shape, layout)]
     return max(found, key=lambda each: each.total)
 

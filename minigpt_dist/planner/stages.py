@@ -5,6 +5,7 @@ Owns the cut. Stage s of S lives on rank s % pp, as in `parallel/pipeline/schedu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,10 +37,16 @@ class Share:
 def block_counts(blocks: int, stages: int, head: float) -> tuple[int, ...]:
     """Blocks a stage, so that the most expensive stage is as cheap as it can be; the head, on the last one, costs as much as `head` blocks.
 
-    What is to spare goes to early stages, so that the last is no longer than the others. ValueError for more stages than blocks.
+    What is to spare goes to early stages, so that the last is no longer than the others. Where stages are more than blocks, embedding
+    and head are layers like others, cut evenly, and a stage may be one of them alone. ValueError for more stages than that.
     """
-    if not 1 <= stages <= blocks:
-        raise ValueError(f"number of pipeline stages is {stages}, but should be at most {blocks}, the number of blocks")
+    if not 1 <= stages <= blocks + 2:
+        wanted = f"at most {blocks + 2}: an embedding, {blocks} blocks and a head"
+        raise ValueError(f"number of pipeline stages is {stages}, but should be {wanted}")
+    if stages > blocks:
+        base, more = divmod(blocks + 2, stages)
+        layers = [base + (s < more) for s in range(stages)]
+        return (layers[0] - 1, *layers[1:-1], layers[-1] - 1)
     if stages == 1:
         return (blocks,)
     last = min(range(1, blocks - stages + 2), key=lambda n: (max(n + head, -(-(blocks - n) // (stages - 1))), -n))
@@ -47,8 +54,15 @@ def block_counts(blocks: int, stages: int, head: float) -> tuple[int, ...]:
     return (*(base + (s < more) for s in range(stages - 1)), last)
 
 
+def layer_cuts(shape: ModelShape, layout: Layout) -> list[int]:
+    """Stage s holds layers [cuts[s], cuts[s+1]) of embedding, blocks, head. ValueError for more stages than layers."""
+    counts = _counts(shape, layout)
+    inner = list(itertools.accumulate(counts, initial=1))
+    return [0, *inner[1:-1], shape.sizes.num_layers + 2]
+
+
 def shares(shape: ModelShape, layout: Layout) -> list[Share]:
-    """What each pipeline rank holds, in rank order. ValueError for more stages than blocks."""
+    """What each pipeline rank holds, in rank order. ValueError for more stages than layers."""
     return [_share(shape, layout, rank) for rank in range(layout.pp)]
 
 
@@ -58,6 +72,9 @@ def extremes(shape: ModelShape, layout: Layout) -> list[Share]:
 
 
 def _share(shape: ModelShape, layout: Layout, rank: int) -> Share:
-    head = shape.head_flops(1) / shape.block_flops(1)
-    counts = block_counts(shape.sizes.num_layers, layout.stages, head)
+    counts = _counts(shape, layout)
     return Share(rank, rank == 0, counts[rank :: layout.pp], rank == layout.pp - 1)
+
+
+def _counts(shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    return block_counts(shape.sizes.num_layers, layout.stages, shape.head_flops(1) / shape.block_flops(1))

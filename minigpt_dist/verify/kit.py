@@ -62,7 +62,7 @@ _REFERENCE = {
     "corpus": ("corpus",),
     "broadcast": ("parallel.ddp",),
     "optimizer": tuple(f"parallel.{name}" for name in ("adam", "clipping", "ddp", "exact", "flat", "stages", "zero")),
-    "checkpoint": ("checkpoint",),
+    "checkpoint": ("checkpoint", "cut", "parts"),
 }
 
 

@@ -50,12 +50,15 @@ class Violation:
         parts = [f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None]
         return " ".join(parts)
 
-    def render(self, check: str, impl: str, world_size: int, slots: tuple[str, ...] = (), tp: int = 1) -> str:
+    def render(
+        self, check: str, impl: str, world_size: int, slots: tuple[str, ...] = (), tp: int = 1, pp: int = 1
+    ) -> str:
         """The message a person reads: invariant, place, observed, expected, tensor, hint, and a line that replays it.
 
-        slots: pieces that must be asked for by name. tp: of the ranks, those that share a replica.
+        slots: pieces that must be asked for by name. tp, pp: of the ranks, those that share a replica, by axis.
         """
-        layout = f"dp={world_size // tp}" + (f", tp={tp}" if tp > 1 else "")
+        others = "".join(f", {axis}={size}" for axis, size in (("tp", tp), ("pp", pp)) if size > 1)
+        layout = f"dp={world_size // (tp * pp)}{others}"
         where = f" {self.place()}" if self.place() else ""
         lines = [
             f"{check} [{impl}, {layout}, world size {world_size}]{where}: "

@@ -29,9 +29,10 @@ class Pipeline:
         loss: from the last stage's output and a micro-batch's targets to its mean loss, a scalar.
         shape, dtype: of the tensor that goes from a stage to the next, for one micro-batch.
         peers: the ranks; one for each list of the schedule.
-        shared: the weight that the first and the last stage share (a tied embedding): this rank's copy of it, on all ranks, of which
-            only those two stages' count. Its gradient is summed over both, micro-batch by micro-batch, in the order of one process, which
-            costs a message of its size a micro-batch; one message a step would do for a sum with other bits.
+        shared: the weight that the first and the last stage share (a tied embedding): this rank's copy of it, or where it has neither
+            of those two stages any tensor of its shape and dtype. Its gradient is summed over both, micro-batch by micro-batch, in the
+            order of one process, which costs a message of its size a micro-batch; one message a step would do for a sum with other bits.
+        overlap: is what the next action needs received while one computes? Sends never wait.
 
     Raises ValueError for stages or ranks that are not the schedule's, and for a schedule that would wait for ever.
     After each `step`, `spans` holds when each action ran (seconds of the machine's clock), `cpu_seconds` how long each kept a core busy,
@@ -46,7 +47,8 @@ class Pipeline:
         shape: Sequence[int],
         dtype: torch.dtype,
         peers: Peers,
-        shared: nn.Parameter | None = None,
+        shared: Tensor | None = None,
+        overlap: bool = True,
     ) -> None:
         if len(schedule) != peers.size:
             raise ValueError(f"the schedule is for {len(schedule)} ranks, but should be for the group's {peers.size}")
@@ -55,17 +57,25 @@ class Pipeline:
             raise ValueError(f"stages are {sorted(stages)}, but should be {own}, rank {peers.rank}'s in the schedule")
         simulate(schedule)
         self._stages, self._schedule, self._loss, self._peers = dict(stages), schedule, loss, peers
-        self._shape, self._dtype = tuple(shape), dtype
+        self._shape, self._dtype, self._overlap = tuple(shape), dtype, overlap
         self._last, self._micros = stages_of(schedule) - 1, micros_of(schedule)
         self._shared = shared if self._last else None  # within one stage autograd adds the two gradients itself
         self.spans: list[Span] = []
         self.cpu_seconds: list[float] = []
         self.peak_live = 0
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[float]:
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        *,
+        scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+        before: Callable[[Action], object] = lambda action: None,
+    ) -> list[float]:
         """Forward and backward of all micro-batches; gradients of their mean loss are added to the stages' parameters.
 
         inputs and targets: one tensor a micro-batch; only the first stage's rank uses the one, the last's the other.
+        scaled: what backward begins with in place of each loss (a loss scale). before: told of each action before it is done.
         Returns the micro-batches' losses on the last stage's rank, nothing elsewhere.
         """
         for name, given in (("inputs", inputs), ("targets", targets)):
@@ -75,12 +85,16 @@ class Pipeline:
         live: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         losses: list[float] = []
         self.spans, self.cpu_seconds, self.peak_live = [], [], 0
-        for action in self._schedule[self._peers.rank]:
+        actions = self._schedule[self._peers.rank]
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
             arrived = mail.receive(action)
+            if following is not None and self._overlap:
+                mail.expect(following)
             began, busy = time.perf_counter(), time.thread_time()
+            before(action)
             if action.kind == "F":
                 x = arrived if action.stage else inputs[action.micro]
-                outgoing = self._forward(action, x, targets, losses)
+                outgoing = self._forward(action, x, targets, losses, scaled)
                 live[action.stage, action.micro] = x, outgoing
                 self.peak_live = max(self.peak_live, len(live))
             else:
@@ -94,7 +108,14 @@ class Pipeline:
         mail.close()
         return losses
 
-    def _forward(self, action: Action, x: Tensor, targets: Sequence[Tensor], losses: list[float]) -> Tensor:
+    def _forward(
+        self,
+        action: Action,
+        x: Tensor,
+        targets: Sequence[Tensor],
+        losses: list[float],
+        scaled: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """The stage's output, or on the last stage the micro-batch's share of the mean loss."""
         if x.is_floating_point():
             x.requires_grad_()
@@ -103,7 +124,7 @@ class Pipeline:
             return out
         loss = self._loss(out, targets[action.micro])
         losses.append(loss.item())
-        return loss / self._micros
+        return scaled(loss) / self._micros
 
     def _backward(self, action: Action, out: Tensor, grad: Tensor, mail: Mail) -> None:
         """Add the stage's gradients; the shared weight's share of the last stage goes to the first, which adds the two."""

@@ -39,13 +39,20 @@ class Mail:
         if source is None:
             return torch.empty(0)
         if source != self._peers.rank:
-            while wanted not in self._under_way:
-                first = self._expected[source].pop(0)
-                inbox = torch.empty_like(self._like[first.kind], device="cpu")
-                self._under_way[first] = self._peers.post([], [(source, inbox)]), inbox
+            self.expect(wanted)
             posted, self._here[wanted] = self._under_way.pop(wanted)
             posted.wait()
         return self._here.pop(wanted)
+
+    def expect(self, wanted: Action) -> None:
+        """Begin to receive what `wanted` needs, if another rank is to send it: it arrives while this one computes."""
+        source = self._source(wanted)
+        if source is None or source == self._peers.rank:
+            return
+        while wanted not in self._under_way:
+            first = self._expected[source].pop(0)
+            inbox = torch.empty_like(self._like[first.kind], device="cpu")
+            self._under_way[first] = self._peers.post([], [(source, inbox)]), inbox
 
     def send(self, wanted: Action | None, tensor: Tensor) -> None:
         """Give `tensor` to the action that needs it; None: nobody does. ValueError for another shape or dtype than what travels."""

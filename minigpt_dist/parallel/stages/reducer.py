@@ -72,11 +72,11 @@ class Reducer:
     One exchange of all buckets a backward; a rank that had none before its step does it then. So of all ranks that had backwards
     outside of `no_sync` since the last step, each must have had as many.
 
-    bucket_bytes: of gradients a bucket, at most, or one parameter's.
+    bucket_bytes: of gradients a bucket, at most, or one parameter's. overlap: does backward go on while a bucket is under way?
     """
 
-    def __init__(self, bucket_bytes: int, group: Group) -> None:
-        self.bucket_bytes, self.group = bucket_bytes, group
+    def __init__(self, bucket_bytes: int, group: Group, overlap: bool = True) -> None:
+        self.bucket_bytes, self.group, self.overlap = bucket_bytes, group, overlap
         self.buckets: list[Bucket] = []
         self._synchronise, self._running, self._exchanges = True, False, 0
         self._started = 0  # buckets of this backward that have left
@@ -144,6 +144,8 @@ class Reducer:
         bucket = self.buckets[self._started]
         self._under_way.append((bucket, bucket.start(self.group)))
         self._started += 1
+        if not self.overlap:
+            self._end_oldest()
 
     def _end_oldest(self) -> None:
         bucket, wait = self._under_way.popleft()

@@ -56,10 +56,11 @@ class Units:
     """All units of `model`, gathered and freed as they are used.
 
     All ranks must use them in the same order, as each use is an exchange. The parameters of a unit must be used in the forward of its
-    own modules alone; one that several units share is gathered with each of them.
+    own modules alone; one that several units share is gathered with each of them. overlap: is the next unit gathered meanwhile?
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: Group, overlap: bool = True) -> None:
+        self.overlap = overlap
         self.group = alike(group)  # its own: a gather can never be taken for another exchange that a rank is late with
         found = unit_modules(model)
         taken = {p for modules in found for m in modules for p in m.parameters()}
@@ -130,6 +131,8 @@ class Units:
 
     def _prefetch(self, unit: Unit, towards: int) -> None:
         """Start to gather the unit next to `unit` in the order of use."""
+        if not self.overlap:
+            return
         place = self._order.index(unit) + towards if unit in self._order else -1
         if 0 <= place < len(self._order):
             for segment in self._order[place].segments:

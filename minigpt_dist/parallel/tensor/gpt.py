@@ -12,13 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from minigpt_dist.cut import Cut
 from minigpt_dist.model import Block, MiniGPT
 from minigpt_dist.parallel.collectives import Group
 from minigpt_dist.parallel.ddp import broadcast_parameters
 from minigpt_dist.parallel.tensor.attention import HeadParallelAttention
 from minigpt_dist.parallel.tensor.axis import TensorAxis
 from minigpt_dist.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-from minigpt_dist.parallel.tensor.cut import Cut
 from minigpt_dist.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from minigpt_dist.parallel.tensor.operators import even_share, joined
 from minigpt_dist.parallel.tensor.sequence import SequenceLayerNorm, SequencePositions

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minigpt_dist.cut import Cut
 from minigpt_dist.parallel.tensor.axis import TensorAxis
-from minigpt_dist.parallel.tensor.cut import Cut
 from minigpt_dist.parallel.tensor.operators import even_share, gather_from_region, scatter_to_region
 
 

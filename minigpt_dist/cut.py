@@ -1,6 +1,7 @@
 """Cuts: which part of an unsharded parameter a tensor-parallel rank holds, and the way back.
 
-Owns the arithmetic of parts and their padding. Leaves which parameter is cut how to the layers, each of which says so in `cuts`.
+Owns the arithmetic of parts and their padding. Leaves which parameter is cut how to the layers of `parallel/tensor/`, each of which says so
+in `cuts`, and what a rank holds in all to `parts.py`.
 """
 
 from __future__ import annotations
