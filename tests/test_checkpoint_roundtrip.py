@@ -267,3 +267,10 @@ def test_tensors_without_a_place_are_named_the_first_of_them() -> None:
 def test_a_number_that_is_no_json_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is not JSON"):
         unflatten(FlatState({}, f'{{"tree":{{"x":{name}}},"nonfinite":{{}}}}'))
+
+
+@pytest.mark.parametrize("rank", [-1, 2, True, 1.0])
+def test_a_rank_that_is_none_of_the_checkpoints_is_refused(rank: Any, tmp_path: Path) -> None:
+    save_sharded(world_states(2), tmp_path, 10)
+    with pytest.raises(ValueError, match=r"rank is .*, but should be in range\(2\)"):
+        load_shard(tmp_path, rank, 2)
