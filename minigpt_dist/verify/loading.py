@@ -46,14 +46,14 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     found in its place lacks what the submission imports from it. An import that
     the submission itself guards (`try: import triton`) fails as it would without us; one that it does not guard gets a stand-in.
     """
-    entry = entry_of(path.resolve())
+    entry, before = entry_of(path.resolve()), {*sys.modules}
     sys.path.append(str(entry.parent))
     stood_in: list[str] = []
     shadowing: dict[str, Path] = {}
     while True:
         try:
             module = _execute(entry, shadowing)
-            for name in _absent_in_functions(entry.parent):
+            for name in _absent_in_functions(entry.parent, before):
                 stood_in.append(name)
                 _stand_in(name)
             return module, stood_in
@@ -71,10 +71,15 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
             _stand_in(name)
 
 
-def _absent_in_functions(folder: Path) -> list[str]:
-    """Modules that functions of the submission will import, unguarded, when they are called, and that are not here."""
+def _absent_in_functions(folder: Path, before: set[str]) -> list[str]:
+    """Modules that functions of the submission will import, unguarded, when they are called, and that are not here.
+
+    before: names of modules that were there before it: they are not of its making (our own package, judged by us), or known from
+    the last time.
+    """
     found: dict[str, None] = {}
-    for file in {f for m in sys.modules.values() if (f := getattr(m, "__file__", None)) and _lies_in(f, folder)}:
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "submission" or name not in before]
+    for file in {f for m in modules if (f := getattr(m, "__file__", None)) and _lies_in(f, folder)}:
         try:
             tree = ast.parse(Path(file).read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, TypeError):
