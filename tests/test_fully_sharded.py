@@ -139,7 +139,7 @@ def gathered_bytes(keep: bool) -> int:
     return flight.most
 
 
-@pytest.mark.parametrize(("keep", "most"), [(False, 64), (True, 256)])
+@pytest.mark.parametrize(("keep", "most"), [(False, 64), pytest.param(True, 256, marks=pytest.mark.slow)])
 def test_gathered_bytes_count_with_their_copies_until_they_are_freed(keep: bool, most: int) -> None:
     assert run_world(gathered_bytes, 2, keep) == [most, most]
 
@@ -156,7 +156,7 @@ def test_the_default_total_leaves_fully_sharded_wrappers_out() -> None:
     assert sum(i.points for i in rubric.items if i.group == "fsdp") == 32
 
 
-@pytest.mark.parametrize("base", ["fsdp_rows", "fsdp_function"])
+@pytest.mark.parametrize("base", ["fsdp_rows", pytest.param("fsdp_function", marks=pytest.mark.slow)])
 def test_right_wrappers_pass_what_is_quick(base: str) -> None:
     with Subject(str(BASES / f"{base}.py")) as subject:
         verdicts = judge(subject, ("fsdp.start", "fsdp.update", "fsdp.uneven", "fsdp.tied"), [3])

@@ -5,6 +5,7 @@ Owns reading a rubric from TOML and refusing one that cannot be trusted. Leaves 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sys
@@ -102,7 +103,8 @@ class Rubric:
             if not any(name in (i.id, i.group) for i in self.items):
                 raise RubricError(f"item is {name!r}, but should be one of {', '.join(i.id for i in self.items)}")
         wanted = {i.id for i in self.items if not only or i.id in only or i.group in only}
-        return tuple(i for i in self.items if i.id in wanted | self._needed(wanted))
+        wanted |= self._needed(wanted)
+        return tuple(i for i in self.items if i.id in wanted)
 
     def _needed(self, ids: Collection[str]) -> set[str]:
         """Every item that one of `ids` requires, at any distance."""
@@ -125,10 +127,17 @@ def load(path: Path = DEFAULT) -> Rubric:
     if len(raw) > MAX_BYTES:
         raise RubricError(f"rubric {str(path)!r} is larger than {MAX_BYTES} bytes")
     try:
-        table = tomllib.loads(raw.decode("utf-8"))
+        return _parsed(raw)
+    except RubricError:
+        raise
     except (ValueError, RecursionError) as error:
         raise RubricError(f"rubric {str(path)!r} is no TOML: {error}") from None
-    return parse(table, hashlib.sha256(raw).hexdigest())
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(raw: bytes) -> Rubric:
+    """The rubric in a file's bytes; a command asks for the same one many times."""
+    return parse(tomllib.loads(raw.decode("utf-8")), hashlib.sha256(raw).hexdigest())
 
 
 def parse(table: dict[str, Any], sha256: str = "") -> Rubric:
