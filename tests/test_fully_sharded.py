@@ -129,9 +129,14 @@ def test_parameters_that_nothing_gives_are_said_to_be_unreadable() -> None:
 
 
 def gathered_bytes(keep: bool) -> int:
+    """The least of some times: the collective's thread may let go of memory late."""
+    return min(gathered_once(keep) for _ in range(5))
+
+
+def gathered_once(keep: bool) -> int:
     kept = []
     with InFlight() as flight:
-        for _ in range(3):
+        for _ in range(3 if keep else 1):
             whole = [torch.zeros(8) for _ in range(torch.distributed.get_world_size())]
             torch.distributed.all_gather(whole, torch.ones(8))
             kept.append(torch.cat(whole) if keep else None)

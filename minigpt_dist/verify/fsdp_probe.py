@@ -64,7 +64,10 @@ def _whole(model: ShardedModel) -> dict[str, bytes]:
 
 
 def memory_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str, Any]:
-    """Bytes by kind after construction, after a backward's finish call, and after each update; and the most gathered at once."""
+    """Bytes by kind after construction, after a backward's finish call, and after each update; and the most gathered at once.
+
+    flight: of the step in which that was least, as memory may be freed late, but not early.
+    """
     impl, s, rank = _found(spec, slots), ShardScenario(**scenario), world()[1]
     if impl is None:
         return ABSENT
@@ -73,6 +76,7 @@ def memory_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[s
     model.shard()
     optimizer = ShardOptimizer(model, torch.optim.AdamW, lr=1e-3)
     counts, flight = [("start", 0, _count(model, optimizer, known))], InFlight()
+    peaks: list[int] = []
 
     def count(moment: str, step: int) -> None:
         if step == s.steps:  # a wrapper may learn the order of its layers in its first step
@@ -80,17 +84,19 @@ def memory_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[s
 
     for step in range(1, s.steps + 1):
         optimizer.zero_grad()
+        flight.restart()
         with flight:
             loss = loss_of(model, s, step, rank, 0)
             count("forwarded", step)
             loss.backward()
             model.finish(optimizer)
+        peaks.append(flight.most)
         del loss
         count("finished", step)
         optimizer.step()
         optimizer.zero_grad()
         count("updated", step)
-    return {"counts": counts, "flight": flight.most}
+    return {"counts": counts, "flight": min(peaks)}
 
 
 def _count(model: ShardedModel, optimizer: ShardOptimizer, known: list[torch.UntypedStorage]) -> dict[str, int]:

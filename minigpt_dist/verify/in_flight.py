@@ -30,12 +30,19 @@ MOVES = (
 
 
 class InFlight(TorchDispatchMode):
-    """`most`: the most gathered bytes that were alive at once inside the block."""
+    """`most`: the most gathered bytes that were alive at once inside the block, which may be entered again.
+
+    A collective's own thread may hold its memory for a moment after the end: of several equal blocks, the least is what the code holds.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.most = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def restart(self) -> None:
+        """Begin anew from what is alive now."""
+        self.most = self._held()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
@@ -53,8 +60,10 @@ class InFlight(TorchDispatchMode):
             if key not in self._alive:
                 self._alive[key] = weakref.ref(storage)
                 weakref.finalize(storage, self._alive.pop, key, None)
-        alive = [s for ref in list(self._alive.values()) if (s := ref()) is not None]
-        self.most = max(self.most, sum(s.nbytes() for s in alive))
+        self.most = max(self.most, self._held())
+
+    def _held(self) -> int:
+        return sum(s.nbytes() for ref in list(self._alive.values()) if (s := ref()) is not None)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
