@@ -20,6 +20,7 @@ ON_REQUEST = {
     "slow": "long tests of the package itself: crashes at every call, other revisions, torchrun, foreign checkpoints",
     "corpus": "every small submission and every attack of the corpora, graded whole, in every kind of sandbox",
     "catalogue": "every planted fault and every correct variant under the judge",
+    "nightly": "every pair of layouts that a checkpoint moves between, every way to lose a rank or a node",
 }
 PROFILES = {"dev": 5, "ci": 25, "nightly": 1000}
 

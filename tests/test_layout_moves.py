@@ -41,14 +41,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 QUICK = [("pp 2", "tp 2", True)]
 MOVES = [
-    pytest.param(
-        before, after, tied, id=f"{before} to {after}{', tied' * tied}", marks=() if quick else pytest.mark.slow
-    )
+    pytest.param(before, after, tied, id=f"{before} to {after}{', tied' * tied}", marks=marks)
     for i, before in enumerate(LAYOUTS)
     for j, after in enumerate(LAYOUTS)
     if i != j
     for tied in [i > j]  # each pair of layouts with both models, one a direction
-    for quick in [(before, after, tied) in QUICK]
+    for every in [pytest.mark.slow if (i + 3 * j) % 5 == 0 else pytest.mark.nightly]
+    for marks in [() if (before, after, tied) in QUICK else every]
 ]
 
 

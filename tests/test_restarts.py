@@ -79,8 +79,13 @@ def watched(pids: list[int]) -> Iterator[Callable[[], bool]]:
         yield lambda: all(select.select([handle], [], [], PATIENCE_S)[0] for handle in handles)
 
 
-@slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed", marks=slow),
+        pytest.param(signal.SIGSTOP, id="hanging", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_lost_rank_costs_a_restart_and_no_bit(
     number: signal.Signals, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
@@ -95,9 +100,16 @@ def test_a_lost_rank_costs_a_restart_and_no_bit(
     assert bytes_of(out) == undisturbed
 
 
-@slow
-@pytest.mark.parametrize("rank", [3, 0])
-@pytest.mark.parametrize("cut", [[], ["--cut"]], ids=["killed", "cut"])
+@pytest.mark.parametrize(
+    ("rank", "cut"),
+    [
+        pytest.param(3, [], id="killed-3", marks=slow),
+        *(
+            pytest.param(rank, cut, id=f"{'cut' if cut else 'killed'}-{rank}", marks=pytest.mark.nightly)
+            for rank, cut in ((0, []), (3, ["--cut"]), (0, ["--cut"]))
+        ),
+    ],
+)
 def test_a_lost_node_costs_a_restart_at_half_the_ranks_and_no_bit(rank: int, cut: list[str], tmp_path: Path) -> None:
     if cut and with_networks(["true"]) is None:
         pytest.skip("this machine allows no network namespaces: see the loopback addresses' tests")
@@ -125,7 +137,7 @@ def test_a_killed_agent_leaves_no_rank_behind(tmp_path: Path) -> None:
             assert all_end()
 
 
-@slow
+@pytest.mark.nightly
 def test_the_same_command_again_goes_on_where_every_node_was_lost(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     out, command = tmp_path / "run", ["minigpt_dist", *WORDS, "--out", str(tmp_path / "run")]
     with open_stage(tmp_path, "job") as stage:
