@@ -80,8 +80,8 @@ class ObservedWorker(Worker):
             capture.saved(self.recorder.model, self.recorder.optimizer)
             return done
 
-        def load(folder: Path, world_size: int, rank: int) -> dict[str, Any]:
-            state = theirs.load(folder, world_size, rank)
+        def load(folder: Path, world_size: int, rank: int, **held: Any) -> dict[str, Any]:
+            state = theirs.load(folder, world_size, rank, **held)
             capture.note("loaded", dict(leaves_of(state)))
             return state
 
