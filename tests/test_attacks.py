@@ -71,6 +71,7 @@ def verdict_on(path: Path, mode: str, seed: int = 20_260_801) -> str:
 
 def attack(name: str, mode: str, tmp: Path) -> None:
     if choose(mode).name != mode:
+        # Each mode needs rights or a program of the machine; `choose` has tried it and took a weaker one.
         pytest.skip(f"isolation {mode} does not work on this machine: no program or no right for it")
     assert verdict_on(ATTACKS[name], mode) == "failed"
     assert left_behind() == []
@@ -88,6 +89,7 @@ def test_attack_fails_what_it_attacks_and_leaves_nothing(name: str, own_tmp: Pat
 @pytest.mark.parametrize("mode", ["namespaces", "bwrap", "uid"])
 def test_honest_work_passes_what_the_attacks_fail(mode: str) -> None:
     if choose(mode).name != mode:
+        # Each mode needs rights or a program of the machine; `choose` has tried it and took a weaker one.
         pytest.skip(f"isolation {mode} does not work on this machine: no program or no right for it")
     honest, asked = Path(__file__).parent / "attacks" / "honest.py", ["optimizer.plain", "optimizer.sharded"]
     with Subject(str(honest), isolation=Isolation(mode), seed=20_260_801) as subject:

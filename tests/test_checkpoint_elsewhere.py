@@ -43,7 +43,7 @@ def test_the_second_tier_is_a_checkpoint_of_its_own(root: Path, tmp_path: Path) 
     assert canonical(load_sharded(tmp_path / "tier", 3)) == canonical(world_states(3))
 
 
-def flaky(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def copies_fail(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next `failures` copies fail."""
     real, left = second_tier.copy_checkpoint, [failures]
 
@@ -57,14 +57,14 @@ def flaky(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_is_tried_again(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flaky(2, monkeypatch)
+    copies_fail(2, monkeypatch)
     with SecondTier(tmp_path / "tier", retries=2, pause=0) as tier:
         tier.submit(latest_step_folder(root))
     assert [(report.outcome, report.attempts) for report in tier.reports] == [("copied", 3)]
 
 
 def test_but_not_for_ever_and_the_failure_is_told(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flaky(2, monkeypatch)
+    copies_fail(2, monkeypatch)
     tier = SecondTier(tmp_path / "tier", retries=1, pause=0)
     tier.submit(latest_step_folder(root))
     with pytest.raises(CheckpointError, match="tier: second tier is incomplete: step-00000010: the store is away"):

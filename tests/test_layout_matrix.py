@@ -199,9 +199,7 @@ def broken_invariants(config: TrainConfig, records: list[list[dict[str, Any]]]) 
         ]
         share, _ = optimizer_share(config, coordinates_of(config.layout, rank).pp)
         held = mine[-1]["bytes"]["optimizer"]
-        found += (
-            [f"rank {rank} holds {held}, not {share}"] if held != (share if config.offload == "none" else held) else []
-        )
+        found += [f"rank {rank} holds {held}, not {share}"] if held != share else []
     return found
 
 

@@ -108,7 +108,7 @@ def _lose(stage: Stage, args: argparse.Namespace, run_folder: Path) -> Node:
     while not _reached(run_folder, args.at) or (node := stage.node_of(args.rank)) is None:
         if time.monotonic() > deadline or any(node.process.poll() is not None for node in stage.nodes):
             raise LaunchError(f"the job did not reach step {args.at}: its output is in {stage.folder}")
-        time.sleep(LOOK_S)
+        time.sleep(LOOK_S)  # between two looks at a file that ranks write, until the deadline above
     ranks = sorted(node.ranks())
     if args.cut:
         node.cut()

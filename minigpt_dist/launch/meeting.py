@@ -60,7 +60,8 @@ def _gather(store: Store, world_size: int, timeout_s: float) -> str:
         awaited = [rank for rank in awaited if not store.check([f"heard/{word}/{rank}"])]
         if awaited and time.monotonic() > deadline:
             raise NotMet(awaited, timeout_s)
-        time.sleep(LOOK_S if awaited else 0)
+        if awaited:  # between two looks: the store can wait for all of its keys, but not say whose is missing
+            time.sleep(LOOK_S)
     return word
 
 
@@ -78,5 +79,5 @@ def absent(store: Store, rank: int, world_size: int, grace_s: float) -> list[int
     keys = [f"answer/{other}" for other in range(world_size)]
     deadline = time.monotonic() + grace_s
     while not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(LOOK_S)  # between two looks, until the deadline: a wait of the store's would not name who is missing
     return [other for other, key in enumerate(keys) if not store.check([key])]

