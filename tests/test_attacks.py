@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sandbox_modes import working
 
 from minigpt_dist.grading.answers import Unit, ask
-from minigpt_dist.launch.sandbox import Isolation, choose
+from minigpt_dist.launch.sandbox import Isolation
 from minigpt_dist.verify.checks import CHECKS, put
 from minigpt_dist.verify.subject import Subject
 
@@ -70,9 +71,7 @@ def verdict_on(path: Path, mode: str, seed: int = 20_260_801) -> str:
 
 
 def attack(name: str, mode: str, tmp: Path) -> None:
-    if choose(mode).name != mode:
-        # Each mode needs rights or a program of the machine; `choose` has tried it and took a weaker one.
-        pytest.skip(f"isolation {mode} does not work on this machine: no program or no right for it")
+    working(mode)
     assert verdict_on(ATTACKS[name], mode) == "failed"
     assert left_behind() == []
     assert list(tmp.glob("minigpt-dist-jail-*")) == []
@@ -88,9 +87,7 @@ def test_attack_fails_what_it_attacks_and_leaves_nothing(name: str, own_tmp: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["namespaces", "bwrap", "uid"])
 def test_honest_work_passes_what_the_attacks_fail(mode: str) -> None:
-    if choose(mode).name != mode:
-        # Each mode needs rights or a program of the machine; `choose` has tried it and took a weaker one.
-        pytest.skip(f"isolation {mode} does not work on this machine: no program or no right for it")
+    working(mode)
     honest, asked = Path(__file__).parent / "attacks" / "honest.py", ["optimizer.plain", "optimizer.sharded"]
     with Subject(str(honest), isolation=Isolation(mode), seed=20_260_801) as subject:
         verdicts = [

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sandbox_modes import working
 
 from minigpt_dist.launch import RankDied
 from minigpt_dist.launch.sandbox import MODES, Contents, Isolation, IsolationError, Jail, choose, isolation
-from minigpt_dist.launch.sandbox.contents import LAUNCH, copy_kit, copy_submission
+from minigpt_dist.launch.sandbox.contents import copy_submission
+from minigpt_dist.launch.sandbox.kits import copy_kit, launch_kit
 from minigpt_dist.launch.sandbox.leftovers import owned_folder, sweep
 from minigpt_dist.verify.checks import CHECKS, put
 from minigpt_dist.verify.contract import origins_body
@@ -35,13 +37,6 @@ def own_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.chmod(folder, 0o711)
         patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
-
-
-def working(mode: str) -> Isolation:
-    chosen = choose(mode)
-    if chosen.name != mode:
-        pytest.skip(f"isolation {mode} does not work on this machine: no program or no right for it")
-    return chosen
 
 
 def jails(tmp: Path) -> list[str]:
@@ -79,7 +74,7 @@ def test_a_fresh_sandbox_has_nothing_of_the_one_before() -> None:
 @pytest.mark.slow
 def test_kit_holds_every_body_and_none_of_the_reference(own_tmp: Path) -> None:
     copy_kit(kit(), own_tmp)
-    modules = ", ".join([*LAUNCH, *(f"minigpt_dist.{name}" for name in BODIES)])
+    modules = ", ".join([*launch_kit(), *(f"minigpt_dist.{name}" for name in BODIES)])
     code = f"import sys; sys.path.insert(0, {str(own_tmp)!r}); import {modules}"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=own_tmp)
     assert done.returncode == 0, done.stderr

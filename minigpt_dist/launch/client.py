@@ -77,7 +77,7 @@ class ServerHandle:
 
     def output(self) -> str:
         """The end of what the server, and ranks that had no file yet, have printed."""
-        return tail(self._log.fileno())
+        return "\n".join(filter(None, (tail(self._log.fileno()), self.jail.last_words if self.jail else "")))
 
     def close(self) -> None:
         """End the server, and its ranks with it, and wait for it."""

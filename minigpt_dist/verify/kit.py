@@ -6,11 +6,10 @@ the faults, the suite. Of the reference, a sandbox holds what stands beside the 
 
 from __future__ import annotations
 
-import ast
 import functools
 from collections.abc import Collection
 
-from minigpt_dist.launch.sandbox.contents import LAUNCH, PACKAGE
+from minigpt_dist.launch.sandbox.kits import closure, launch_kit
 
 BODIES = (
     "verify.contract",
@@ -35,32 +34,10 @@ BODIES = (
 PRELOAD = tuple(f"minigpt_dist.{name}" for name in BODIES)
 
 
-def _imported(name: str) -> set[str]:
-    """The modules of this package that a module imports as it is loaded; what its functions import later is no part of a kit."""
-    file = PACKAGE.joinpath(*name.split(".")[1:])
-    tree = ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_bytes())
-    found: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-    return {name for name in found if name.startswith(f"{PACKAGE.name}.") and _is_file(name)}
-
-
-def _is_file(name: str) -> bool:
-    return PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py").is_file()
-
-
 @functools.cache
 def kit() -> tuple[str, ...]:
     """The bodies' modules, all that these import, and the server's: dotted names."""
-    found: set[str] = set()
-    waiting = {*PRELOAD, *LAUNCH}
-    while waiting:
-        found.add(name := waiting.pop())
-        waiting |= _imported(name) - found
-    return tuple(sorted(found))
+    return closure({*PRELOAD, *launch_kit()})
 
 
 _REFERENCE = {

@@ -1,6 +1,7 @@
 """What a sandbox contains: the interpreter, torch and what torch needs, a kit of this package, and one submission.
 
-Owns finding these on the machine and copying the last two. Everything else is kept out by absence, not by permission.
+Owns finding these on the machine and copying the last. Everything else is kept out by absence, not by permission. Leaves the kit to
+`kits.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 
 __all__ = ["Contents", "copy_submission", "interpreter_paths", "libraries"]
 
-PACKAGE = Path(__file__).parents[2]
 LIBRARIES = (
     *("torch", "torchgen", "functorch", "torch.libs", "nvidia", "triton"),
     *("numpy", "numpy.libs", "safetensors", "sympy", "mpmath", "typing_extensions.py"),
@@ -25,21 +25,6 @@ LIBRARIES = (
 ENTRIES = ("adapters.py", "__init__.py", "solution.py", "submission.py", "main.py")
 FILES = ("/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/localtime", "/etc/nsswitch.conf")
 TMP_BYTES = 512 << 20  # of /tmp, and of /dev/shm
-_SERVER = (
-    "arguments",
-    "channel",
-    "errors",
-    "frames",
-    "ledger",
-    "limits",
-    "mirror",
-    "preload",
-    "procfs",
-    "rank",
-    "reference",
-    "server",
-)
-LAUNCH = tuple(f"{PACKAGE.name}.launch.{name}" for name in (*_SERVER, "stem", "trial", "wire"))  # of every kit
 MOST_BYTES, MOST_FILES = 64 << 20, 4000
 _IMPORTED = re.compile(rb"^\s*(?:from\s+\.*\s*([\w.]*)\s+import\s+([^#\n]*)|import\s+([^#\n]*))", re.MULTILINE)
 
@@ -57,23 +42,6 @@ class Contents:
     submission: Path | None = None
     preload: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
-
-
-def copy_kit(modules: tuple[str, ...] | None, target: Path) -> None:
-    """Copy this package, or the `modules` of it and the packages they lie in, to target/<package>."""
-    if modules is None:
-        shutil.copytree(PACKAGE, target / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-        return
-    wanted = {Path("__init__.py")}
-    for name in modules:
-        parts = name.split(".")[1:]
-        wanted.update(Path(*parts[:i], "__init__.py") for i in range(1, len(parts)))
-        inside = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.joinpath(*parts).rglob("*.py"))]
-        wanted.update(inside or [Path(*parts).with_suffix(".py")])
-    for file in sorted(wanted):
-        place = target / PACKAGE.name / file
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(PACKAGE / file, place)
 
 
 def copy_submission(source: Path, target: Path) -> Path:
@@ -146,14 +114,6 @@ def _copy_files(files: list[Path], source: Path, target: Path) -> None:
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, place)
-
-
-def open_to_all(folder: Path) -> None:
-    """Let every user read what is in a copied folder."""
-    for place, _, names in os.walk(folder):
-        os.chmod(place, 0o755)
-        for name in names:
-            os.chmod(Path(place, name), 0o644)
 
 
 def libraries() -> list[Path]:

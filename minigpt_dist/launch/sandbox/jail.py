@@ -27,16 +27,15 @@ from minigpt_dist.launch.sandbox import bwrap
 from minigpt_dist.launch.sandbox.contents import (
     TMP_BYTES,
     Contents,
-    copy_kit,
     copy_submission,
     executable,
     hidden_paths,
     interpreter_paths,
     libraries,
-    open_to_all,
     system_paths,
 )
 from minigpt_dist.launch.sandbox.isolation import Isolation
+from minigpt_dist.launch.sandbox.kits import copy_kit, open_to_all
 from minigpt_dist.launch.sandbox.leftovers import owned_folder, sweep
 from minigpt_dist.launch.sandbox.nursery import stem_for
 
@@ -188,6 +187,11 @@ class Jail:
                 pass_fds=passed,
                 start_new_session=True,
             )
+
+    @property
+    def last_words(self) -> str:
+        """What the process that was to become this sandbox printed, if it died of it."""
+        return self._stem.last_words if self.isolation.name == "namespaces" else ""
 
     @property
     def ended(self) -> bool:

@@ -19,14 +19,8 @@ from typing import Any
 from minigpt_dist.launch.channel import Channel
 from minigpt_dist.launch.environment import PINNED_THREADS
 from minigpt_dist.launch.errors import LaunchError
-from minigpt_dist.launch.sandbox.contents import (
-    Contents,
-    copy_kit,
-    executable,
-    interpreter_paths,
-    libraries,
-    open_to_all,
-)
+from minigpt_dist.launch.sandbox.contents import Contents, executable, interpreter_paths, libraries
+from minigpt_dist.launch.sandbox.kits import copy_kit, open_to_all
 
 __all__ = ["Stem", "stem_for"]
 
@@ -34,6 +28,7 @@ _CODE = """import sys, json
 sys.path[:] = json.loads(sys.argv[1])
 from minigpt_dist.launch.stem import main
 main(int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])"""
+_LAST_BYTES = 2000
 _ORDERLY_S = 10.0  # it may still be importing torch
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "GLOO_SOCKET_IFNAME": "lo", **PINNED_THREADS}
 
@@ -49,6 +44,7 @@ class Stem:
         open_to_all(self.kit)
         self.path = [*interpreter_paths(), str(self.kit), str(libraries()[0].parent)]
         self._opened = 0
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open as long as the process prints
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         arguments = [json.dumps(self.path), str(theirs.fileno()), json.dumps(contents.preload), str(self.folder)]
@@ -57,7 +53,7 @@ class Stem:
                 [str(executable()), "-I", "-B", "-c", _CODE, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 env=_ENVIRONMENT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -72,6 +68,15 @@ class Stem:
     def ended(self) -> bool:
         """Whether the process is gone."""
         return self._process.poll() is not None
+
+    @property
+    def last_words(self) -> str:
+        """What it printed as it died: the last of it; nothing while it lives."""
+        if not self.ended:
+            return ""
+        end = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, end - _LAST_BYTES))
+        return self._errors.read().decode(errors="replace").strip()
 
     def open(self, plan: dict[str, Any], fds: list[int]) -> int:
         """Fork a sandbox and give it `fds`; the number by which to end it."""
@@ -94,6 +99,7 @@ class Stem:
             self._process.wait(_ORDERLY_S)
         self._process.kill()
         self._process.wait()
+        self._errors.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def disown(self) -> None:

@@ -13,22 +13,24 @@ from minigpt_dist.launch.client import ServerHandle
 from minigpt_dist.launch.errors import LaunchError
 from minigpt_dist.launch.limits import Limits
 from minigpt_dist.launch.sandbox import bwrap
-from minigpt_dist.launch.sandbox.contents import LAUNCH, Contents
+from minigpt_dist.launch.sandbox.contents import Contents
 from minigpt_dist.launch.sandbox.isolation import Isolation
 from minigpt_dist.launch.sandbox.jail import Jail
+from minigpt_dist.launch.sandbox.kits import launch_kit
 from minigpt_dist.launch.world import run_world
 
 __all__ = ["failure_of"]
 
 _DEADLINE_S = 30.0
 _PROCESSES = 40
+_MOST, _HEAD = 400, 100  # characters of a reason
 
 
 def failure_of(mode: str) -> str | None:
     """Why `mode` does not hold here, in a line; None if it does."""
     if mode == "bwrap" and bwrap.available() is None:
         return "bubblewrap is not installed"
-    kit = Contents(LAUNCH)
+    kit = Contents(launch_kit())
     try:
         server = ServerHandle("fork", Jail(Isolation(mode), kit, Limits(processes=_PROCESSES)))
     except (LaunchError, OSError, ValueError) as error:
@@ -36,9 +38,14 @@ def failure_of(mode: str) -> str | None:
     try:
         return _first_breach(mode, server)
     except LaunchError as error:
-        return " ".join(str(error).split())[:300]
+        return shorten(" ".join(str(error).split()))
     finally:
         server.close()
+
+
+def shorten(text: str) -> str:
+    """A line's beginning and its end, where the reason for an error stands."""
+    return text if len(text) <= _MOST else f"{text[:_HEAD]} [...] {text[_HEAD - _MOST :]}"
 
 
 def _first_breach(mode: str, server: ServerHandle) -> str | None:
