@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from minigpt_dist.__main__ import main
+from minigpt_dist.launch.sandbox import isolation
 
 CORPUS = """
 import torch
@@ -77,6 +78,15 @@ def test_wrong_usage_is_one_line_and_exit_2(words: list[str], told: str, capsys:
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode, said", [("auto", True), ("bwrap", True), ("none", False)])
+def test_isolation_weaker_than_asked_is_said_before_anything_runs(
+    mode: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(isolation, "_failure", lambda name: None if name == "none" else "no right for it")
+    assert main(["grade", str(tmp_path), "--single", "--isolation", mode]) == 4  # an empty folder
+    assert ("run with isolation none: " in capsys.readouterr().err) is said
 
 
 @pytest.mark.slow

@@ -99,6 +99,23 @@ def test_what_stands_beside_a_piece_is_not_that_piece(slot: str) -> None:
     assert len(beside((slot,))) > 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", ["model", "corpus", "broadcast", "optimizer", "checkpoint", "ddp"])
+def test_what_stands_beside_a_piece_is_whole(slot: str, own_tmp: Path) -> None:
+    copy_kit((*kit(), *beside((slot,))), own_tmp / slot)
+    code = f"import sys; sys.path.insert(0, {str(own_tmp / slot)!r}); import {', '.join(beside((slot,)))}"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=own_tmp)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base, check", [("wrapper", "monotone_loss"), ("torch_shape", "resume_bytes")])
+def test_one_piece_is_judged_in_a_sandbox_with_ours_beside_it(base: str, check: str) -> None:
+    piece = Path(__file__).parent / "submissions" / "bases" / f"{base}.py"
+    with Subject(str(piece), isolation=working("namespaces"), seed=3) as subject:
+        assert put(CHECKS[check], subject, 2).passed
+
+
 def test_submission_is_copied_with_what_it_imports_and_nothing_else(own_tmp: Path) -> None:
     copied = copy_submission(SUBMISSION.with_name("exits_in_step.py"), own_tmp / "copy")
     assert sorted(path.name for path in copied.parent.iterdir()) == ["exits_in_step.py", "wrong.py"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,9 @@ def _terms(args: argparse.Namespace) -> Terms:
     check_slots(args.slots)
     rubric = _rubric(args)
     isolation = choose(args.isolation, args.require_isolation)
+    if isolation.name != args.isolation and (isolation.name == "none" or args.isolation != "auto"):
+        why = "; ".join(note for note in isolation.notes if "does not work here" in note)
+        print(f"minigpt-dist: warning: submissions run with isolation {isolation.name}: {why}", file=sys.stderr)
     return Terms(
         rubric,
         seed=_seed(args),

@@ -41,15 +41,17 @@ def kit() -> tuple[str, ...]:
 
 
 _REFERENCE = {
-    "model": ("model",),
-    "corpus": ("corpus",),
-    "broadcast": ("parallel.ddp",),
-    "optimizer": tuple(f"parallel.{name}" for name in ("adam", "clipping", "ddp", "exact", "flat", "stages", "zero")),
-    "checkpoint": ("checkpoint", "cut", "parts"),
+    "model": "model",
+    "corpus": "corpus",
+    "broadcast": "parallel.ddp",
+    "optimizer": "parallel.zero",
+    "checkpoint": "checkpoint",
 }
 
 
 def beside(slots: Collection[str]) -> tuple[str, ...]:
-    """The reference pieces that stand beside an implementation's own, which fill `slots`; none where it fills all by itself."""
-    others = [names for slot, names in _REFERENCE.items() if slots and slot not in slots]
-    return tuple(sorted({f"minigpt_dist.{name}" for names in others for name in names}))
+    """The reference pieces that stand beside an implementation's own, which fill `slots`, with all that they import; none where it
+    fills all by itself."""
+    if not slots:
+        return ()
+    return closure((f"minigpt_dist.{name}" for slot, name in _REFERENCE.items() if slot not in slots), functions=True)

@@ -9,12 +9,14 @@ import functools
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from minigpt_dist.launch.errors import LaunchError
 
 __all__ = ["MODES", "Isolation", "IsolationError", "choose"]
 
 MODES = ("namespaces", "bwrap", "uid", "none")  # strongest first; the first two are equal, and bubblewrap starts slower
+_OPEN = ", the suite and its answers too: take the right to read them from others"
 
 
 class IsolationError(LaunchError):
@@ -61,6 +63,11 @@ def _failure(name: str) -> str | None:
     return failure_of(name)
 
 
+def _readable_by_all(file: str) -> bool:
+    path = Path(file).resolve()
+    return bool(path.stat().st_mode & 0o004) and all(folder.stat().st_mode & 0o001 for folder in path.parents)
+
+
 def _notes(name: str) -> tuple[str, ...]:
     root = os.geteuid() == 0
     user = "a user of its own for the ranks" if root else "no user of its own: the caller's, without privileges"
@@ -76,7 +83,7 @@ def _notes(name: str) -> tuple[str, ...]:
     if name == "uid":
         return (
             "network: not cut off",
-            "files: what permissions allow every user to read",
+            "files: what permissions allow every user to read" + _OPEN * _readable_by_all(__file__),
             "processes: those of its user, all killed at the end",
             f"limits: {limits}",
             f"user: {user}",

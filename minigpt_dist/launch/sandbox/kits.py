@@ -26,27 +26,38 @@ def launch_kit() -> tuple[str, ...]:
     return closure(_SERVES)
 
 
-def closure(names: Iterable[str]) -> tuple[str, ...]:
-    """The modules of this package among `names`, and all of it that these import as they are loaded: dotted names, sorted."""
+def closure(names: Iterable[str], functions: bool = False) -> tuple[str, ...]:
+    """The modules of this package among `names`, and all of it that these import as they are loaded: dotted names, sorted.
+
+    Of a package among `names`, every module. functions: also what is imported only as a function is called.
+    """
     found: set[str] = set()
-    waiting = set(names)
+    waiting = {module for name in names for module in _modules(name)}
     while waiting:
         found.add(name := waiting.pop())
-        waiting |= _imported(name) - found
+        waiting |= _imported(name, functions) - found
     return tuple(sorted(found))
 
 
-def _imported(name: str) -> set[str]:
-    """The modules of this package that a module imports as it is loaded; what its functions import later is no part of a kit."""
+def _modules(name: str) -> list[str]:
+    """The module, or the modules of the package, called `name`."""
+    folder = PACKAGE.joinpath(*name.split(".")[1:])
+    files = [path.relative_to(PACKAGE).with_suffix("") for path in folder.rglob("*.py") if path.stem != "__init__"]
+    return [name, *(".".join((PACKAGE.name, *file.parts)) for file in files)]
+
+
+@functools.cache
+def _imported(name: str, functions: bool) -> frozenset[str]:
+    """The modules of this package that a module imports."""
     file = PACKAGE.joinpath(*name.split(".")[1:])
     tree = ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_bytes())
     found: set[str] = set()
-    for node in tree.body:
+    for node in ast.walk(tree) if functions else tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-    return {name for name in found if name.startswith(f"{PACKAGE.name}.") and _is_file(name)}
+    return frozenset(name for name in found if name.startswith(f"{PACKAGE.name}.") and _is_file(name))
 
 
 def _is_file(name: str) -> bool:
