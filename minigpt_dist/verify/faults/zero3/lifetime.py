@@ -1,4 +1,4 @@
-"""Faults of ZeRO stage 3: parameters that are gathered too late, too seldom, from the wrong pieces, or not freed."""
+"""Faults of the lifetime of what stage 3 gathers: freed too early, too late or never, or kept stale."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from torch import Tensor, nn
 
 from minigpt_dist.verify.faults.catalogue import Names, fault
 from minigpt_dist.verify.faults.sharding import LessonZero3
-
-ALONE = ((1, "one rank's slice is everything"),)
-
-
-def _zero3(kind: type[LessonZero3]) -> Names:
-    return {"Zero3Optimizer": kind}
 
 
 @fault(
@@ -33,7 +27,7 @@ def most_layers_get_no_gradient() -> Names:
             if p.dim() == 1:
                 super().take(p, total)
 
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
 
 
 @fault(
@@ -58,7 +52,7 @@ def not_gathered_again_for_backward() -> Names:
                 p.untyped_storage().resize_(p.numel() * p.element_size())
                 p.data.zero_()
 
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
 
 
 @fault(
@@ -75,7 +69,7 @@ def small_parameters_stay_whole_and_stale() -> Names:
         def free(self, params: Any) -> None:
             super().free([p for p in params if p.dim() > 1])
 
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
 
 
 @fault(
@@ -96,7 +90,7 @@ def units_are_freed_after_backward_only() -> Names:
             else:
                 self.free(self.trained(unit))
 
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
 
 
 @fault(
@@ -121,7 +115,7 @@ def model_is_gathered_at_once() -> Names:
             elif unit is self.units()[0]:
                 out.register_hook(lambda _: super(Wrong, self).fill(unit))
 
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
 
 
 @fault(
@@ -141,7 +135,7 @@ def whole_copy_is_kept_at_rest() -> Names:
             with self.gathered():
                 self.copy = [p.detach().clone() for p in self.params()]
 
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
 
 
 @fault(
@@ -168,7 +162,7 @@ def stage_3_keeps_whole_gradients() -> Names:
             self.kept.clear()
             return super().reduce()
 
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
 
 
 @fault(
@@ -196,120 +190,4 @@ def stage_3_reduces_when_backward_has_ended() -> Names:
                 if p.grad is not None:
                     super().arrived(p)
 
-    return _zero3(Wrong)
-
-
-@fault(
-    source="pieces joined without their last elements",
-    needs="a parameter that lies in two ranks' slices",
-    check="zero3.plain",
-    stage="gather",
-    step=1,
-    equivalent=ALONE,
-)
-def piece_of_the_next_rank_is_not_gathered() -> Names:
-    """A parameter is gathered from the rank that has its first element; what the next has of it stays zero."""
-
-    class Wrong(LessonZero3):
-        def part(self, p: Tensor) -> tuple[slice, slice]:
-            here, there = super().part(p)
-            return (here, there) if self.place[p] // self.chunk == self.rank else (slice(0, 0), slice(0, 0))
-
-    return _zero3(Wrong)
-
-
-@fault(
-    source="weights gathered in the dtype of activations",
-    needs="weights that bfloat16 cannot hold",
-    check="zero3.plain",
-    stage="gather",
-    step=1,
-)
-def weights_travel_in_bfloat16() -> Names:
-    """Parameters are gathered in bfloat16, and lose sixteen bits of their mantissa."""
-
-    class Wrong(LessonZero3):
-        def gathered_value(self, p: Tensor) -> Tensor:
-            return super().gathered_value(p).bfloat16().float()
-
-    return _zero3(Wrong)
-
-
-@fault(
-    source="a weight of two modules that one of them frees",
-    needs="a tied weight",
-    check="zero3.tied",
-    stage="gather",
-    step=1,
-    green=("zero3.plain", "zero3.accumulation"),
-)
-def tied_weight_is_gathered_for_its_first_module() -> Names:
-    """The head that is tied to the first unit finds its weight freed, and computes with zeros."""
-
-    class Wrong(LessonZero3):
-        @torch.no_grad()
-        def fill(self, unit: nn.Module) -> None:
-            first = next(m for m in self.units() if any(p is q for p in unit.parameters() for q in m.parameters()))
-            super().fill(unit)
-            for p in self.trained(unit):
-                if unit is not first and any(p is q for q in first.parameters()):
-                    p.data.zero_()
-
-    return _zero3(Wrong)
-
-
-@fault(
-    source="evaluation between training steps",
-    needs="a forward without gradients just before a step",
-    check="zero3.forgets",
-    stage="reduce",
-    green=("zero3.plain", "zero3.tied"),
-)
-def forward_alone_leaves_weights_whole_and_stale() -> Names:
-    """Weights are freed in backward, which a forward without gradients never has: the next step's begin with old values."""
-
-    class Wrong(LessonZero3):
-        def ran(self, unit: nn.Module, out: Tensor) -> None:
-            if out.requires_grad:
-                super().ran(unit, out)
-
-    return _zero3(Wrong)
-
-
-@fault(
-    source="p.grad = None where the gradient lives in a slice",
-    needs="gradients that are thrown away",
-    check="zero3.forgets",
-    stage="reduce",
-    step=1,
-    green=("zero3.plain",),
-)
-def stage_3_zero_grad_leaves_the_slice() -> Names:
-    """zero_grad clears what parameters hold, and not what was summed already."""
-
-    class Wrong(LessonZero3):
-        def zero_grad(self) -> None:
-            for p in self.params():
-                p.grad = None
-
-    return _zero3(Wrong)
-
-
-@fault(
-    source="allenai/open-instruct#1498, of stage 3",
-    needs="two backwards before a step",
-    check="zero3.accumulation",
-    stage="reduce",
-    step=1,
-    green=("zero3.plain", "zero3.tied"),
-)
-def stage_3_sum_assigned_not_added() -> Names:
-    """Each backward's part overwrites the slice: only the last micro-batch reaches the optimizer."""
-
-    class Wrong(LessonZero3):
-        def take(self, p: Tensor, total: Tensor) -> None:
-            here, there = self.part(p)
-            if here.start < here.stop:
-                self.sums[there] = total[here]
-
-    return _zero3(Wrong)
+    return {"Zero3Optimizer": Wrong}
