@@ -1,27 +1,23 @@
 """The suite as a pytest plugin: options, fixtures and profiles, so that it runs over any implementation from any folder.
 
 Owns how pytest is told what to judge. Options live here and not in a conftest.py, because options that only a conftest declares
-make pytest take a submission's path for tests to collect, and import what lies beside it.
+make pytest take a submission's path for tests to collect, and import what lies beside it. Leaves which tests run unasked to
+`pytest_on_request.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
+from minigpt_dist.pytest_on_request import ON_REQUEST, leave_out_what_runs_on_request
+
 SUITE = Path(__file__).parent / "suite"
-ON_REQUEST = {
-    "peers": "well-known packages under the same judge, at every world size",
-    "slow": "long tests of the package itself: crashes at every call, other revisions, torchrun, foreign checkpoints",
-    "corpus": "every small submission and every attack of the corpora, graded whole, in every kind of sandbox",
-    "catalogue": "every planted fault and every correct variant under the judge",
-    "nightly": "every pair of layouts that a checkpoint moves between, every way to lose a rank or a node",
-}
 PROFILES = {"dev": 5, "ci": 25, "nightly": 1000}
 
 
@@ -200,43 +196,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"--impl was given, but none of the tests chosen judges an implementation: name none, or {SUITE}"
         )
-    _leave_out_what_runs_on_request(config, items)
-
-
-def _leave_out_what_runs_on_request(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of long markers, none of which `-m` names, unless a test's full name asks for it."""
-    expression = str(config.getoption("-m"))
-    left_out = [
-        item
-        for item in items
-        if _asks_what_ours_is_not(item)
-        or (
-            not asked_for({marker.name for marker in item.iter_markers()}, expression)
-            and not any(arg.endswith(item.name) for arg in config.args)
-        )
-    ]
-    if left_out:
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
-        config.hook.pytest_deselected(items=left_out)
-
-
-def _asks_what_ours_is_not(item: pytest.Item) -> bool:
-    """Would it ask our own stack about a piece that it does not have, in the shape that others have it?"""
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    if params.get("subject") != "minigpt_dist" or "check_at" not in params:
-        return False
-    from minigpt_dist import __all__ as ours
-    from minigpt_dist.verify.checks import CHECKS
-    from minigpt_dist.verify.contract import SLOTS
-
-    return not all(set(SLOTS[slot]) <= set(ours) for slot in CHECKS[params["check_at"][0]].slots)
-
-
-def asked_for(markers: Iterable[str], expression: str) -> bool:
-    """Does a test with these markers run under `-m expression`? One with markers of long tests, if it names any of them."""
-    long = set(markers) & set(ON_REQUEST)
-    return not long or any(marker in expression for marker in long)
+    leave_out_what_runs_on_request(config, items)
 
 
 _SUBJECTS: dict[tuple[str, tuple[str, ...]], Any] = {}

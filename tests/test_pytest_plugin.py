@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minigpt_dist.pytest_plugin import asked_for
+from minigpt_dist.pytest_on_request import asked_for
 
 
 @pytest.mark.parametrize(
