@@ -6,13 +6,15 @@ has. Owns the rank's side; the right answer is `adam_oracle.py`'s, in the parent
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minigpt_dist.memory import baseline, census
-from minigpt_dist.parallel.collectives import world
+from minigpt_dist.parallel.collectives import barrier, world
 from minigpt_dist.trace import tensor_bytes
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.gradients import initial_value, rank_gradient
@@ -20,6 +22,9 @@ from minigpt_dist.verify.hidden_memory import hidden_bytes, hidden_objects
 from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, scale_decay, set_lr
 from minigpt_dist.verify.plug import average_gradients
 from minigpt_dist.verify.scenario import Scenario
+
+
+BARRIERS = 4  # gloo's threads keep the tensors of the last call each made, until the next
 
 
 class LinearModel(nn.Module):
@@ -153,6 +158,32 @@ class _Run:
         averaged()
         optimizer.step()
         return None
+
+
+_kept: list[_Run] = []
+
+
+def hold_body(spec: str, slots: list[str], scenario: dict[str, Any] | None) -> dict[str, Any]:
+    """Run one scenario, unobserved, and keep model and optimizer until the next call; for None keep nothing.
+
+    Freed memory is given back to the system, so that what the process holds can be told from outside.
+    """
+    _kept.clear()
+    try:
+        if scenario is not None:
+            run = _Run(resolve(spec, tuple(slots)), Scenario.from_dict(scenario))
+            for step in range(1, run.s.steps + 1):
+                run._step(run.model, run.optimizer, step)
+            _kept.append(run)
+    except NotSupportedError as error:
+        return {"not_judged": str(error)}
+    for _ in range(BARRIERS):
+        barrier()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+    return {}
 
 
 def probe_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str, Any]:

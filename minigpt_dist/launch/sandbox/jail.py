@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 from minigpt_dist.launch.environment import PINNED_THREADS
 from minigpt_dist.launch.errors import LaunchError
 from minigpt_dist.launch.limits import Limits
+from minigpt_dist.launch.removal import remove_tree
 from minigpt_dist.launch.sandbox import bwrap
 from minigpt_dist.launch.sandbox.contents import (
     TMP_BYTES,
@@ -38,6 +38,7 @@ from minigpt_dist.launch.sandbox.isolation import Isolation
 from minigpt_dist.launch.sandbox.kits import copy_kit, open_to_all
 from minigpt_dist.launch.sandbox.leftovers import owned_folder, sweep
 from minigpt_dist.launch.sandbox.nursery import stem_for
+from minigpt_dist.launch.sandbox.possessions import remove_possessions
 
 __all__ = ["Jail"]
 
@@ -209,7 +210,9 @@ class Jail:
             if not self._gone(_DEAD_S):
                 raise LaunchError(f"processes of a sandbox have not ended {_DEAD_S:g} s after they were killed")
             self._kill()  # reaps
-        shutil.rmtree(self.folder, ignore_errors=True)
+            if self.user is not None and not self.walled:
+                remove_possessions(self.user)
+        remove_tree(self.folder)
         for fd in (self._alive, self._held, self._owner):
             if fd >= 0:
                 os.close(fd)
@@ -240,6 +243,8 @@ class Jail:
         while select.select([self._alive], [], [], max(0.0, limit - time.monotonic()))[0]:
             if not os.read(self._alive, 1 << 16):
                 return True
+            if time.monotonic() > limit:  # it is written to faster than it is read
+                break
         return False
 
 

@@ -14,7 +14,7 @@ from minigpt_dist.memory import zero1_bytes
 from minigpt_dist.verify.adam_oracle import TORCH, readings, returned_loss, trajectory
 from minigpt_dist.verify.checks.registry import Check, register
 from minigpt_dist.verify.extra_bytes import hint_of
-from minigpt_dist.verify.linear_probe import probe_body
+from minigpt_dist.verify.linear_probe import hold_body, probe_body
 from minigpt_dist.verify.mistakes import explain
 from minigpt_dist.verify.scenario import BY_NAME, SCENARIOS, Scenario
 from minigpt_dist.verify.subject import NotJudged, Subject
@@ -25,6 +25,9 @@ from minigpt_dist.verify.violation import Violation
 PARAM_ABS = 4e-6
 # The same in float64 for implementations that keep a float64 master: 2.7e-16.
 PARAM_ABS_FLOAT64 = 1e-13
+
+# Memory of one rank that is neither tensors nor state: VALUE MB at most, of a right optimizer; state held whole is 8.8 MB a rank more.
+UNSEEN = 6 << 20
 
 # Conditions that an implementation may refuse aloud.
 EXOTIC = frozenset({"transposed", "empty_tensor", "float64", "late_group", "closure", "closure_tiny", "mixed"})
@@ -234,6 +237,28 @@ def reduction_reaches_its_minimum(subject: Subject, world_size: int) -> list[Vio
     ]
 
 
+def nothing_is_hidden(subject: Subject, world_size: int) -> list[Violation]:
+    """All that the ranks hold, wherever they put it: parameters, gradients, the state once, and no more than noise beside them."""
+    s = BY_NAME["huge"].drawn(subject.draw("held"))
+    subject.ask(hold_body, world_size, BY_NAME["tiny"].to_dict())  # ranks are there, and have done all of it once
+    subject.ask(hold_body, world_size, None)
+    before = subject.held(world_size)
+    answer = subject.ask(hold_body, world_size, s.to_dict())[0]
+    after = subject.held(world_size)
+    subject.ask(hold_body, world_size, None)
+    if "not_judged" in answer:
+        raise NotJudged(answer["not_judged"])
+    if before is None or after is None:
+        raise NotJudged("memory is counted from outside, of a sandbox with walls")
+    P, _ = _sizes(s)
+    most = world_size * (2 * 4 * P + UNSEEN) + allowed(12 * P)
+    if after - before <= most:
+        return []
+    hint = "the state is held whole, outside the tensors that are seen: in memory of C, files, or other processes"
+    seen, limit = f"{after - before} bytes", f"at most {most}: parameters, gradients, and the state once"
+    return [Violation("memory of all ranks", seen, limit, "memory", step=s.steps, hint=hint)]
+
+
 def allowed(share: int) -> int:
     """What another implementation may hold for a share: 3 % of padding, and 4 KiB of step counts and the like, more."""
     return share + share * 3 // 100 + 4096
@@ -273,6 +298,16 @@ for _name, _claim, _find in (
     ("balanced", "no rank holds more than its share of the state", optimizer_state_is_balanced),
 ):
     register(Check(f"optimizer.{_name}", _claim, _find, ("optimizer",), "memory", world_sizes=(1, 2, 3, 4)))
+register(
+    Check(
+        "optimizer.resident",
+        "no state is hidden from the count",
+        nothing_is_hidden,
+        ("optimizer",),
+        "memory",
+        world_sizes=(3,),
+    )
+)
 register(
     Check(
         "optimizer.traffic",
