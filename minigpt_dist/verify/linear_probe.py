@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minigpt_dist.memory import baseline, census
-from minigpt_dist.parallel.collectives import barrier, world
+from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.gradients import initial_value, rank_gradient
@@ -22,9 +22,6 @@ from minigpt_dist.verify.hidden_memory import hidden_bytes, hidden_objects
 from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, scale_decay, set_lr
 from minigpt_dist.verify.plug import average_gradients
 from minigpt_dist.verify.scenario import Scenario
-
-
-BARRIERS = 4  # gloo's threads keep the tensors of the last call each made, until the next
 
 
 class LinearModel(nn.Module):
@@ -177,8 +174,6 @@ def hold_body(spec: str, slots: list[str], scenario: dict[str, Any] | None) -> d
             _kept.append(run)
     except NotSupportedError as error:
         return {"not_judged": str(error)}
-    for _ in range(BARRIERS):
-        barrier()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
