@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from gc import collect, get_freeze_count, get_objects, get_referents, unfreeze  # by name: what is counted may have replaced them
+
+# By name: an implementation under judgement may have replaced what the module has.
+from gc import collect, get_freeze_count, get_objects, get_referents, unfreeze
 from types import FrameType, ModuleType
 
 import torch

@@ -18,7 +18,10 @@ FREE_BYTES = 1 << 20  # below which no ratio is looked at
 MAX_DIRECTORY = 1 << 20  # bytes of the archive's list of files: 4,000 names of a usual length take half of it
 _END, _END_SIZE = b"PK\x05\x06", 22
 _WIDE_END, _WIDE_SIZE = b"PK\x06\x06", 76  # of zip64, and its locator, which lie before the end record
-_PLAIN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what people pack with; the others can ask for gigabytes of a dictionary
+_PLAIN = (
+    zipfile.ZIP_STORED,
+    zipfile.ZIP_DEFLATED,
+)  # what people pack with; the others can ask for gigabytes of a dictionary
 
 
 class ArchiveError(Exception):

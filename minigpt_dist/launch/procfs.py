@@ -35,7 +35,9 @@ def private_bytes_of_others() -> int:
 def held_bytes() -> int:
     """Memory of all other processes in this namespace that no file on disk backs, and what lies in its own file systems in memory."""
     others = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in (1, os.getpid())]
-    systems = {(about.f_fsid, (about.f_blocks - about.f_bfree) * about.f_frsize) for about in map(os.statvfs, _IN_MEMORY)}
+    systems = {
+        (about.f_fsid, (about.f_blocks - about.f_bfree) * about.f_frsize) for about in map(os.statvfs, _IN_MEMORY)
+    }
     return sum(map(_resident_bytes, others)) + sum(used for _, used in systems)
 
 

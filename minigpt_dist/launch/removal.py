@@ -22,7 +22,8 @@ def remove_tree(folder: Path | str) -> None:
     """
     top = os.fspath(folder)
     while left := _entries(top):
-        if not any([_remove(top, entry) for entry in left]):
+        removed = [_remove(top, entry) for entry in left]
+        if not any(removed):
             return
     with contextlib.suppress(OSError):
         os.rmdir(top)

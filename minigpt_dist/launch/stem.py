@@ -121,7 +121,9 @@ def _enter(plan: dict[str, Any]) -> None:
     for device in _DEVICES:
         _bind(f"/dev/{device}", f"{root}/dev/{device}", writable=True)
     for place in ("/dev/shm", "/tmp"):
-        _mount("tmpfs", root + place, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={plan['tmp_bytes']},nr_inodes={_INODES}")
+        _mount(
+            "tmpfs", root + place, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={plan['tmp_bytes']},nr_inodes={_INODES}"
+        )
     for name, target in plan["links"]:
         os.symlink(target, root + name)
     for source, target in plan["readable"]:

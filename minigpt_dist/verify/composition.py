@@ -19,8 +19,8 @@ from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus
 from minigpt_dist.launch import WireError
 from minigpt_dist.trace import Record, Trace, digest, digest_of, merge, tensor_bytes
+from minigpt_dist.verify.checkpoint_files import Files
 from minigpt_dist.verify.composed_probe import (
-    Files,
     altered_body,
     composed_body,
     gradients_body,
