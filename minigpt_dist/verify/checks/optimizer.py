@@ -26,9 +26,9 @@ PARAM_ABS = 4e-6
 # The same in float64 for implementations that keep a float64 master: 2.7e-16.
 PARAM_ABS_FLOAT64 = 1e-13
 
-# Memory of a rank beside all that is counted: of right optimizers 0.1 MB at most. State held whole, as little as there can be of it, is
-# 14.7 MB a rank more than a share, or stays: 17.6 MB. What gloo keeps of the last collectives stays too: 10.8 MB were seen.
-UNSEEN = 1 << 20
+# Memory of a rank beside all that is counted: of right optimizers 0.02 MB, and of a buffer that a thread of gloo has not let go yet
+# 8.8 MB. State held whole, as little as there can be of it, is 14.7 MB more than a share, or stays when the run is dropped: 17.6 MB.
+UNSEEN = 10 << 20
 
 # Conditions that an implementation may refuse aloud.
 EXOTIC = frozenset({"transposed", "empty_tensor", "float64", "late_group", "closure", "closure_tiny", "mixed"})
@@ -240,8 +240,9 @@ def reduction_reaches_its_minimum(subject: Subject, world_size: int) -> list[Vio
 
 def nothing_is_hidden(subject: Subject, world_size: int) -> list[Violation]:
     """All that the ranks hold, wherever they put it: parameters, gradients, the state once, and no more than noise beside them."""
-    seen = optimizer_state_is_sharded(subject, world_size)
-    return seen or _seen_from_outside(subject, world_size)
+    if optimizer_state_is_sharded(subject, world_size):
+        return []  # what it holds too much of is in plain sight
+    return _seen_from_outside(subject, world_size)
 
 
 def _seen_from_outside(subject: Subject, world_size: int) -> list[Violation]:
@@ -260,7 +261,7 @@ def _seen_from_outside(subject: Subject, world_size: int) -> list[Violation]:
     P, _ = _sizes(s)
     for what, seen, most, why in (
         ("of the run", held - after, world_size * 8 * P + allowed(12 * P), "parameters, gradients, and the state once"),
-        ("left by the run", after - before, world_size * 6 * P, "a buffer of a collective or so"),
+        ("left by the run", after - before, 0, "a buffer of a collective or so"),
     ):
         if seen > most + world_size * UNSEEN:
             limit = f"at most {most + world_size * UNSEEN}: {why}"
@@ -311,7 +312,7 @@ for _name, _claim, _find in (
 register(
     Check(
         "optimizer.resident",
-        "the state is held once, wherever it lies",
+        "no state is hidden from the count",
         nothing_is_hidden,
         ("optimizer",),
         "memory",
