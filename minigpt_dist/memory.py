@@ -5,9 +5,11 @@ Owns counting (each storage once, whoever refers to it). Leaves the verdict on t
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Collection, Iterable, Sequence
+
+# By name: an implementation under judgement may have replaced what the module has.
+from gc import collect, get_freeze_count, get_objects, get_referents, unfreeze
 from types import FrameType, ModuleType
 
 import torch
@@ -31,6 +33,9 @@ def held(tensors: Iterable[Tensor]) -> int:
     return sum(_storages(tensors).values())
 
 
+_frozen = sys.maxsize  # objects that a collection was told to pass over, at the last baseline
+
+
 def live_tensors(counted: Collection[int] = ()) -> list[Tensor]:
     """Every tensor that some Python object holds now: an attribute, list, closure, module global, cache.
 
@@ -38,11 +43,13 @@ def live_tensors(counted: Collection[int] = ()) -> list[Tensor]:
     Not counted: what only a running function's local variable holds (the batch, the loss), and what only C++ holds, such as
     the buffers of a collective whose communication thread has not let go yet.
     """
-    gc.collect()
-    objects = [o for o in gc.get_objects() if type(o) is not FrameType]
+    if get_freeze_count() > _frozen:  # and so would this: what was frozen since then is to be seen
+        unfreeze()
+    collect()
+    objects = [o for o in get_objects() if type(o) is not FrameType]
     # type(): isinstance would wake lazy proxies. A sparse tensor has no storage of its own.
     tensors = [o for o in objects if issubclass(type(o), Tensor) and o.layout == torch.strided]
-    held = set(map(id, gc.get_referents(*objects)))
+    held = set(map(id, get_referents(*objects)))
     found = [t for t in tensors if id(t) in held]
     known = {*counted, *_storages(found)}
     open_ = [t for t in tensors if id(t) not in held and not known.issuperset(_storages([t]))]
@@ -51,7 +58,7 @@ def live_tensors(counted: Collection[int] = ()) -> list[Tensor]:
     # Objects frozen before a fork are not in get_objects: the globals of modules are looked at by hand. Only now, because to
     # look at all of them is to copy thousands of pages that a forked process shares.
     module_globals = [vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType]
-    held = set(map(id, gc.get_referents(*module_globals)))
+    held = set(map(id, get_referents(*module_globals)))
     return found + [t for t in open_ if id(t) in held]
 
 
@@ -85,6 +92,8 @@ def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str,
 
 def baseline() -> list[UntypedStorage]:
     """Storages alive now, to be left out of a later `census`. Held, so that no later storage can be given one's address."""
+    global _frozen
+    _frozen = get_freeze_count()
     storages = [own_part(t).untyped_storage() for t in live_tensors()]
     return [storage for storage in storages if storage.nbytes()]
 

@@ -23,12 +23,13 @@ from minigpt_dist.verify.subject import Subject
 ATTACKS = {
     path.stem: path
     for path in sorted(Path(__file__).with_name("attacks").glob("*.py"))
-    if path.stem not in ("wrong", "honest")
+    if path.stem not in ("wrong", "honest", "unsharded")
 }
 SHORT = ("exits_in_step", "searches_the_disk", "leaves_a_daemon", "simulates_the_others")
 WALLED = ("namespaces", "bwrap")
 DEADLINE_S = 8.0
 MARKS = ("attack-left-behind",)
+OPEN_TO_ALL = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")
 
 
 def said(path: Path, what: str) -> str:
@@ -62,6 +63,13 @@ def left_behind() -> list[str]:
     return [line for line in lines if any(mark in line for mark in MARKS)]
 
 
+def litter() -> list[str]:
+    """Files and System V objects that an attack made, where all may make them."""
+    kept = [line for kind in ("shm", "msg", "sem") for line in Path("/proc/sysvipc", kind).read_text().split("\n")]
+    ipc = [line for line in kept if line.strip().startswith(str(0x61747400)[:8])]
+    return ipc + [str(path) for place in OPEN_TO_ALL for path in Path(place).glob("attack-file*")]
+
+
 def verdict_on(path: Path, mode: str, seed: int = 20_260_801) -> str:
     """What a grade is made of: a check that trips over what ranks forged has not passed either."""
     unit = Unit(said(path, "attacks"), 2)
@@ -75,6 +83,7 @@ def attack(name: str, mode: str, tmp: Path) -> None:
     assert verdict_on(ATTACKS[name], mode) == "failed"
     assert left_behind() == []
     assert list(tmp.glob("minigpt-dist-jail-*")) == []
+    assert litter() == []
     assert not Path("/tmp/attack-payload-ran").exists()
 
 
@@ -90,9 +99,8 @@ def test_honest_work_passes_what_the_attacks_fail(mode: str) -> None:
     working(mode)
     honest, asked = Path(__file__).parent / "attacks" / "honest.py", ["optimizer.plain", "optimizer.sharded"]
     with Subject(str(honest), isolation=Isolation(mode), seed=20_260_801) as subject:
-        verdicts = [
-            put(CHECKS[name], subject, 2) for name in (*asked, *(["optimizer.traffic"] if mode in WALLED else []))
-        ]
+        walled = ["optimizer.traffic", "optimizer.resident"] if mode in WALLED else []
+        verdicts = [put(CHECKS[name], subject, 2) for name in (*asked, *walled)]
     assert [v.check for v in verdicts if not v.passed] == []
 
 

@@ -63,6 +63,24 @@ def understated() -> bytes:
     return bytes(raw)
 
 
+def packed_by(method: int) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as file:
+        file.writestr("solution.py", b"x = 1\n")
+    return buffer.getvalue()
+
+
+def more_than_it_says() -> bytes:
+    """100,000 entries, of which the end record tells one and the end record of zip64 all."""
+    entry = struct.pack("<4s6B5H3L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 0, 0, 33, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0)[
+        :46
+    ]
+    entries = (entry + b"a") * 100_000
+    wide = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 100_000, 100_000, len(entries), 0)
+    found = struct.pack("<4sLQL", b"PK\6\7", 0, len(entries), 1)
+    return entries + wide + found + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, 47, 0, 0)
+
+
 HOSTILE: dict[str, tuple[Maker, str]] = {
     "parent": (lambda: packed(("../evil.py", b"")), "leaves its folder"),
     "inner parent": (lambda: packed(("a/../../evil.py", b"")), "leaves its folder"),
@@ -83,6 +101,10 @@ HOSTILE: dict[str, tuple[Maker, str]] = {
     "encrypted": (encrypted, "encrypted"),
     "corrupted": (corrupted, "damaged"),
     "truncated": (lambda: packed(("solution.py", b"x = 1\n" * 500))[:-30], "no zip archive|damaged"),
+    "lzma": (lambda: packed_by(zipfile.ZIP_LZMA), "stored or deflated"),
+    "bzip2": (lambda: packed_by(zipfile.ZIP_BZIP2), "stored or deflated"),
+    "long name in bytes": (lambda: packed(("é" * 120 + ".py", b"")), "too long"),
+    "more than it says": (more_than_it_says, "list of files"),
     "huge directory": (lambda: forged(12, 1 << 30), "list of files"),
     "no archive": (lambda: b"hello", "no zip archive"),
     "empty file": (lambda: b"", "no zip archive"),
@@ -121,6 +143,22 @@ def test_a_file_too_large_to_import_is_told_without_reading_it(tmp_path: Path) -
         file.truncate(1 << 30)
     found = submission.opened("big", str(tmp_path / "big.py"), tmp_path)
     assert found.error == "big.py has 1073741824 bytes, but should have at most 4194304"
+
+
+@pytest.mark.parametrize("name", ["pipe.zip", "zeros.zip", "pipe.py", "zeros.py", "loop.zip", "loop.py"])
+def test_what_would_be_read_for_ever_is_not_opened(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    os.mkfifo(path) if name.startswith("pipe") else path.symlink_to("/dev/zero" if "zeros" in name else path)
+    assert submission.opened("s", str(path), tmp_path).error
+
+
+def test_a_folder_of_folders_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path
+    for _ in range(submission.MAX_DEPTH + 2):
+        path = path / "d"
+        path.mkdir()
+    (tmp_path / "solution.py").write_text("x = 1\n")
+    assert "deep" in submission.opened("s", str(tmp_path), tmp_path).error
 
 
 def test_what_is_no_python_file_is_told(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_a_folder_with_one_python_file_or_nothing_is_one_submission(tmp_path: Pa
     assert names(tmp_path / "none", scratch) == ["none"]
 
 
+def test_every_submission_has_a_folder_of_its_own_beside_the_files_of_all(tmp_path: Path, scratch: Path) -> None:
+    made(tmp_path, "x.2.py", "X.zip", "grades.csv.py", "index.html.py", "y/solution.py")
+    (tmp_path / "x.py").symlink_to("x.py")
+    found = names(tmp_path, scratch)
+    assert found == ["X", "grades.csv.2", "index.html.2", "x.2", "x.3", "y"]
+
+
 def test_a_folder_is_one_submission_where_that_is_said(tmp_path: Path, scratch: Path) -> None:
     assert names(made(tmp_path / "gil", "zero.py", "ddp.py"), scratch, single=True) == ["gil"]
 

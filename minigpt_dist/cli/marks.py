@@ -20,7 +20,6 @@ from minigpt_dist.grading.report import summary, to_json, write
 from minigpt_dist.grading.session import Session
 
 STYLES = {"passed": "green", "partial": "yellow", "skipped": "dim", "excused": "dim", "not_run": "dim"}
-CSV, INDEX, STATISTICS = "grades.csv", "index.html", "statistics.json"
 
 
 def grade(session: Session, entrants: Sequence[Entrant], workers: int, *, markdown: bool) -> int:
@@ -136,7 +135,7 @@ def _write_cohort(session: Session, reports: Sequence[dict[str, Any]]) -> None:
     if session.out is None:
         return
     ids = [item.id for item in session.terms.items]
-    write(session.out / CSV, cohort.table(reports, ids))
-    write(session.out / STATISTICS, to_json(cohort.item_statistics(reports)))
-    why = outputs.write_page(session.out / INDEX, "render_cohort", list(reports))
+    write(session.out / cohort.CSV, cohort.table(reports, ids))
+    write(session.out / cohort.STATISTICS, to_json(cohort.item_statistics(reports)))
+    why = outputs.write_page(session.out / cohort.INDEX, "render_cohort", list(reports))
     session.remark = session.remark or why

@@ -65,12 +65,12 @@ def ask(subject: Subject, unit: Unit) -> Answer:
     start = time.perf_counter()
     try:
         verdict = put(CHECKS[unit.check], subject, unit.world_size)
+        return answer_of(verdict, time.perf_counter() - start)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a check may trip in any way over what a submission's ranks sent
         message = f"the check could not be carried out on what the ranks sent: {type(error).__name__}: {error}"
         return Answer(*unit, "crashed", clipped(message), None, time.perf_counter() - start)
-    return answer_of(verdict, time.perf_counter() - start)
 
 
 def answer_of(verdict: Verdict, seconds: float) -> Answer:
@@ -97,8 +97,11 @@ def evidence_of(verdict: Verdict, violation: Violation) -> dict[str, Any]:
     found: dict[str, Any] = {"check": verdict.check, "world_size": verdict.world_size}
     for name in ("rank", "step", "stage", "tensor", "element", "what", "observed", "expected", "hint"):
         value = getattr(violation, name)
-        if value is not None and value != "":
-            found[name] = clipped(value) if isinstance(value, str) else value
+        if name in ("rank", "step", "element"):
+            if type(value) is int and 0 <= value < 1 << 53:  # what a rank calls its step may be anything
+                found[name] = value
+        elif value is not None and value != "":
+            found[name] = clipped(str(value))
     if violation.element is not None:
         for name in ("observed", "expected"):
             bits = _float32_bits(found.get(name, ""))

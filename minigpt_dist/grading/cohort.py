@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import glob
 import io
+import itertools
+import os
 import re
 import statistics
 from collections import Counter
@@ -23,6 +25,7 @@ from minigpt_dist.verify.loading import ENTRIES
 
 MAX_ENTRANTS = 2000
 IGNORED = ("__pycache__", "__MACOSX")
+COHORT_FILES = CSV, INDEX, STATISTICS = ("grades.csv", "index.html", "statistics.json")
 # What people hand in: the first two can be graded, the rest get a line that says so, instead of silence.
 HANDED_IN = (".py", ".zip", ".ipynb", ".txt", ".pyc", ".pdf", ".tar", ".gz", ".tgz", ".7z", ".rar")
 
@@ -48,17 +51,20 @@ def entrants(paths: Sequence[str], scratch: Path, *, single: bool = False) -> li
         found += [path] if single else _meant(path, scratch)
     if len(found) > MAX_ENTRANTS:
         raise ValueError(f"there are {len(found)} submissions, but should be at most {MAX_ENTRANTS} at a time")
-    names: Counter[str] = Counter()
-    named = []
-    for path in found:
-        stem = _safe(path)
-        names[stem] += 1
-        named.append(Entrant(stem if names[stem] == 1 else f"{stem}.{names[stem]}", path))
-    return named
+    taken = {name.casefold() for name in COHORT_FILES}
+    return [Entrant(_unused(_safe(path), taken), path) for path in found]
+
+
+def _unused(stem: str, taken: set[str]) -> str:
+    """`stem`, or that with the first number that makes it a name of its own; it is taken then, in any case of its letters."""
+    names = (stem if n == 1 else f"{stem}.{n}" for n in itertools.count(1))
+    name = next(n for n in names if n.casefold() not in taken)
+    taken.add(name.casefold())
+    return name
 
 
 def _safe(path: str) -> str:
-    stem = path if is_spec(path) else Path(path).resolve().name.removesuffix(".py").removesuffix(".zip")
+    stem = path if is_spec(path) else os.path.basename(os.path.abspath(path)).removesuffix(".py").removesuffix(".zip")
     return re.sub(r"[^\w.-]+", "_", stem, flags=re.ASCII).lstrip(".")[:80] or "submission"
 
 

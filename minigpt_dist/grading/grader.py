@@ -17,6 +17,7 @@ from typing import Any
 from minigpt_dist.grading.answers import Answer, clipped
 from minigpt_dist.grading.plan import Group, answers
 from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
+from minigpt_dist.launch.errors import ServerLost, WireError
 from minigpt_dist.launch.sandbox import Isolation
 from minigpt_dist.verify.inspection import inspect_body
 from minigpt_dist.verify.subject import Subject
@@ -25,6 +26,7 @@ IMPORT_DEADLINE_S = 30.0
 OURS = (LaunchError, OSError, MemoryError)  # what leaves a grader is no submission's doing: a full disk, no sandbox
 _LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _OURS = f"{os.sep}minigpt_dist{os.sep}"
+_CLAIMED = {"shape": str, "slots": list, "names": list, "origins": dict, "borrowed": dict, "stood_in": list}
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,7 @@ class Grader:
         limit = min(self.order.deadline_s, IMPORT_DEADLINE_S)
         found: dict[str, Any] = {"error": ""}
         try:
-            found |= self._subject.ask(inspect_body, 1)[0]
-            return found
+            found |= _claims(self._subject.ask(inspect_body, 1)[0])
         except RankError as error:
             place = _place(error.traceback)
             said = error.message.removesuffix(place)  # a SyntaxError says it itself
@@ -80,12 +81,25 @@ class Grader:
             found["error"] = clipped(f"importing it ended the process: {str(error).splitlines()[0]}")
         except DeadlineExceeded:
             found["error"] = f"importing it did not end within {limit:g} s"
+        except (WireError, ServerLost) as error:
+            found["error"] = clipped(f"importing it broke the rank: {str(error).splitlines()[0]}")
         return found
 
     def answer(self, group: Group) -> Iterator[Answer]:
         """The answers of one group, on fresh ranks."""
         self._subject.refresh()
         yield from answers(group, self._subject)
+
+
+def _claims(answer: Any) -> dict[str, Any]:
+    """What a rank said it found, each part of the type that it must have. WireError for anything else, which no rank of ours says."""
+    if not isinstance(answer, dict) or answer.keys() != _CLAIMED.keys():
+        raise WireError("what it says of the submission is no inspection of one")
+    for name, kind in _CLAIMED.items():
+        parts = answer[name].values() if isinstance(answer[name], dict) else answer[name]
+        if not isinstance(answer[name], kind) or not all(isinstance(part, str) for part in parts):
+            raise WireError(f"{name} of the submission is of a wrong type")
+    return answer
 
 
 def _place(traceback: str) -> str:

@@ -16,7 +16,7 @@ from minigpt_dist.grading.archive import ArchiveError, extract
 from minigpt_dist.verify.loading import entry_of
 
 MAX_ENTRY = 4 << 20  # bytes of the file that is imported
-MAX_BYTES, MAX_FILES = 64 << 20, 4000
+MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 << 20, 4000, 50
 COMPILERS = (b"torch.compile", b"torch._dynamo", b"torch._inductor", b"import compile")
 SPECS = ("fault:", "variant:", "peer:")
 REFERENCE = "minigpt_dist"
@@ -44,7 +44,7 @@ def opened(name: str, given: str, scratch: Path) -> Submission:
         return Submission(name, given, given, given, hashlib.sha256(given.encode()).hexdigest())
     try:
         path = Path(given)
-        if path.suffix.lower() == ".zip":
+        if path.suffix.lower() == ".zip" and not path.is_dir():
             path = only_folder(extract(path, scratch))
         entry = _entry(path)
         # A folder is loaded as one: its entry brings its neighbours along.
@@ -52,7 +52,7 @@ def opened(name: str, given: str, scratch: Path) -> Submission:
         inside = str(entry.relative_to(path)) if path.is_dir() else entry.name
         return Submission(name, given, spec, inside, _digest(Path(given)), compiles=_compiles(path))
     except (ArchiveError, ValueError) as error:
-        return Submission(name, given, error=str(error))
+        return Submission(name, given, error=str(error).replace(str(scratch), given))
     except OSError as error:
         return Submission(name, given, error=f"it cannot be read: {error.strerror or error}")
 
@@ -90,10 +90,12 @@ def _entry(path: Path) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Regular files under a folder, links not followed. ValueError beyond `MAX_FILES`."""
+    """Regular files under a folder, links not followed. ValueError beyond `MAX_FILES` or `MAX_DEPTH`."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in ("__pycache__", ".git"))
+        if len(Path(place).parts) > len(folder.parts) + MAX_DEPTH:
+            raise ValueError(f"the folder has folders more than {MAX_DEPTH} deep")
         found += [Path(place, n) for n in sorted(names) if stat.S_ISREG(os.lstat(Path(place, n)).st_mode)]
         if len(found) > MAX_FILES:
             raise ValueError(f"the folder has more than {MAX_FILES} files")

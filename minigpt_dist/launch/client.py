@@ -18,7 +18,7 @@ from typing import Literal
 
 from minigpt_dist.launch.channel import Channel
 from minigpt_dist.launch.environment import PINNED_THREADS
-from minigpt_dist.launch.errors import LaunchError
+from minigpt_dist.launch.errors import LaunchError, ServerLost
 from minigpt_dist.launch.sandbox.jail import Jail
 
 __all__ = ["Method", "ServerHandle", "prepare", "shared_server", "tail"]
@@ -73,7 +73,7 @@ class ServerHandle:
 
     def lost(self) -> LaunchError:
         """What to raise where the server no longer answers."""
-        return LaunchError(f"the rank server has died; its last output:\n{self.output()}")
+        return ServerLost(f"the rank server has died; its last output:\n{self.output()}")
 
     def output(self) -> str:
         """The end of what the server, and ranks that had no file yet, have printed."""

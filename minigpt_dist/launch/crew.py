@@ -24,7 +24,7 @@ from minigpt_dist.launch.crew_files import CrewFiles, FileKind
 from minigpt_dist.launch.environment import rank_environment
 from minigpt_dist.launch.errors import LaunchError, WireError
 from minigpt_dist.launch.frames import Frame, FrameReader, send_frame
-from minigpt_dist.launch.wire import MAX_BYTES
+from minigpt_dist.launch.wire import MAX_BYTES, MAX_FOREIGN_BYTES, MAX_FOREIGN_HEADER
 
 __all__ = ["START_S", "Crew", "Event"]
 
@@ -75,7 +75,7 @@ class Crew:
         self.world_size = world_size
         self.codes: dict[int, int] = {}  # rank -> exit code, of those that have ended
         self._jail = server.jail if server is not None else None
-        self._traffic: int | None = None
+        self._count: int | None = None
         self._files = CrewFiles(world_size, folder, self._jail)
         self._socks: dict[int, socket.socket] = {}
         self._readers: dict[int, FrameReader] = {}
@@ -99,7 +99,8 @@ class Crew:
         ours, theirs = socket.socketpair()
         with theirs:
             self._tell({"start": rank, "env": env if method == "spawn" else None}, theirs.fileno())
-        self._socks[rank], self._readers[rank] = ours, FrameReader(ours, MAX_BYTES)
+        limits = (MAX_BYTES,) if self._jail is None else (MAX_FOREIGN_BYTES, MAX_FOREIGN_HEADER)
+        self._socks[rank], self._readers[rank] = ours, FrameReader(ours, *limits)
         self._selector.register(ours, selectors.EVENT_READ, rank)
         config = {
             "rank": rank,
@@ -113,16 +114,16 @@ class Crew:
         }
         self.send(rank, json.dumps(config).encode("ascii"))
 
-    def send(self, rank: int, header: bytes, body: bytes = b"") -> None:
+    def send(self, rank: int, header: bytes, body: bytes = b"", limit_s: float = START_S) -> None:
         """Send a frame.  A rank that is gone is no error here: its end shows among the events."""
         sock = self._socks[rank]
-        sock.settimeout(START_S)
+        sock.settimeout(limit_s)
         try:
             send_frame(sock, header, [body])
         except (BrokenPipeError, ConnectionResetError):
             pass
         except TimeoutError:
-            raise LaunchError(f"rank {rank} has not taken {len(body)} bytes within {START_S:g} s") from None
+            raise LaunchError(f"rank {rank} has not taken {len(body)} bytes within {limit_s:g} s") from None
         finally:
             sock.settimeout(None)  # reading never waits: `events` has
 
@@ -136,8 +137,8 @@ class Crew:
         events = [event for rank in sorted(ready - {None}) if (event := self._read(rank))]
         if None in ready:
             for message in self._receive():
-                if "traffic" in message:
-                    self._traffic = message["traffic"]
+                if "count" in message:
+                    self._count = message["count"]
                     continue
                 rank, self.codes[message["exit"]] = message["exit"], message["code"]
                 while event := self._read(rank):  # its last words first
@@ -181,18 +182,19 @@ class Crew:
         self._tell({"stacks": [rank for rank in ranks if rank not in self.codes]})
         return self._until_ended(ranks, grace_s)
 
-    def traffic(self, limit_s: float = 10.0) -> int | None:
-        """Bytes that ranks have sent each other, by any way but files and memory, in all worlds of their sandbox so far.
+    def count(self, what: Literal["traffic", "held"], limit_s: float = 10.0) -> int | None:
+        """Bytes that ranks have sent each other, by any way but files and memory, in all worlds of their sandbox so far; or that all its
+        processes and its files in memory hold now.
 
-        Counted by its server, out of their reach; None where they have no network of their own, or no answer came.
+        Counted by its server, out of their reach; None where they have no sandbox with walls, or no answer came.
         """
         if self._jail is None or not self._jail.walled:
             return None
-        self._traffic, limit = None, time.monotonic() + limit_s
-        self._tell({"traffic": True})
-        while self._traffic is None and time.monotonic() < limit and not self.codes:
+        self._count, limit = None, time.monotonic() + limit_s
+        self._tell({"count": what})
+        while self._count is None and time.monotonic() < limit and not self.codes:
             self.events(limit - time.monotonic())
-        return self._traffic
+        return self._count
 
     def kill(self) -> list[Event]:
         """End and reap every rank; return what still arrived.  Raises LaunchError if one outlives SIGKILL."""

@@ -7,13 +7,13 @@ Leaves what stands in them to `autopsy` and `mirror`.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import uuid
 from pathlib import Path
 from typing import Literal
 
 from minigpt_dist.launch.mirror import create_mirror
+from minigpt_dist.launch.removal import remove_tree
 from minigpt_dist.launch.sandbox.jail import Jail
 
 __all__ = ["CrewFiles", "FileKind"]
@@ -74,7 +74,7 @@ class CrewFiles:
         """Remove the rendezvous' file, and the folder if it is temporary."""
         (self.path / self.store).unlink(missing_ok=True)
         if self.temporary:
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove_tree(self.path)
 
     def disown(self) -> None:
         """Close this process's descriptors and nothing else."""

@@ -14,6 +14,7 @@ __all__ = [
     "RankDied",
     "RankError",
     "RanksLost",
+    "ServerLost",
     "WireError",
     "describe_exit",
     "tells_of_loss",
@@ -34,6 +35,10 @@ class LaunchError(RuntimeError):
 
 class WireError(LaunchError):
     """A value is no plain data, is too large, or bytes received are no well-formed message."""
+
+
+class ServerLost(LaunchError):  # noqa: N818 - as above
+    """The process that makes ranks has ended, and they with it."""
 
 
 class RankError(LaunchError):

@@ -1,6 +1,7 @@
 """Frames on a stream socket: a header and a body, both of a length announced before.
 
-Owns where one message ends and the next begins, and refuses a length over its limit before any memory is taken for it.
+Owns where one message ends and the next begins, and refuses a length over its limit before any memory is taken for it; of one within,
+memory is taken as its bytes arrive.
 Leaves the meaning of the bytes to `wire` (rank to parent) and `rank` (parent to rank).
 """
 
@@ -17,6 +18,7 @@ __all__ = ["Frame", "FrameReader", "send_frame"]
 
 _PREFIX = struct.Struct("!4sQQ")  # magic, bytes of header, bytes of body
 _MAGIC = b"mgd1"
+_AT_ONCE = 1 << 22  # bytes that memory is taken for before they have arrived
 
 
 class Frame(NamedTuple):
@@ -41,10 +43,12 @@ class FrameReader:
     Args:
         sock: a connected stream socket.
         limit: most bytes a frame's header and body may announce together.
+        header_limit: most of them for the header, which is taken apart, and is then many times as large.
     """
 
-    def __init__(self, sock: socket.socket, limit: int) -> None:
+    def __init__(self, sock: socket.socket, limit: int, header_limit: int | None = None) -> None:
         self._sock, self._limit = sock, limit
+        self._header_limit = limit if header_limit is None else header_limit
         self._header: bytearray | None = None  # None until a frame's lengths are known
         self._reset()
 
@@ -54,28 +58,30 @@ class FrameReader:
         Raises EOFError at the end of the stream, WireError where the bytes are no frame or announce too much.
         """
         while True:
-            while self._filled < len(self._target):
+            while self._filled < self._wanted:
                 if not self._receive(block):
                     return None
             if self._header is None:
-                header, self._body = self._announced()
-                self._header = header
-                self._aim(header)
+                header, self._body_size = self._announced()
+                self._header, self._body = bytearray(), bytearray()
+                self._aim(self._header, header)
             elif self._target is self._header:
-                self._aim(self._body)
+                self._aim(self._body, self._body_size)
             else:
                 frame = Frame(bytes(self._header), self._body)
                 self._reset()
                 return frame
 
     def _reset(self) -> None:
-        self._header, self._body = None, bytearray()
-        self._aim(bytearray(_PREFIX.size))
+        self._header, self._body, self._body_size = None, bytearray(), 0
+        self._aim(bytearray(), _PREFIX.size)
 
-    def _aim(self, target: bytearray) -> None:
-        self._target, self._filled = target, 0
+    def _aim(self, target: bytearray, wanted: int) -> None:
+        self._target, self._wanted, self._filled = target, wanted, 0
 
     def _receive(self, block: bool) -> bool:
+        if self._filled == len(self._target):
+            self._target.extend(bytes(min(self._wanted - self._filled, _AT_ONCE)))
         try:
             with memoryview(self._target)[self._filled :] as view:
                 count = self._sock.recv_into(view, 0, 0 if block else socket.MSG_DONTWAIT)
@@ -88,10 +94,12 @@ class FrameReader:
         self._filled += count
         return True
 
-    def _announced(self) -> tuple[bytearray, bytearray]:
+    def _announced(self) -> tuple[int, int]:
         magic, header, body = _PREFIX.unpack(self._target)
         if magic != _MAGIC:
             raise WireError(f"a frame begins with {magic!r}, expected {_MAGIC!r}")
         if header + body > self._limit:
             raise WireError(f"a frame announces {header + body} bytes, the limit is {self._limit}")
-        return bytearray(header), bytearray(body)
+        if header > self._header_limit:
+            raise WireError(f"a frame announces a header of {header} bytes, the limit is {self._header_limit}")
+        return header, body

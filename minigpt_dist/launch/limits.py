@@ -10,6 +10,8 @@ import os
 import resource
 from typing import NamedTuple
 
+from minigpt_dist.launch.syscalls import forbid_calls
+
 __all__ = ["Limits", "become", "confine"]
 
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
@@ -53,8 +55,9 @@ def confine(limits: Limits) -> None:
             resource.setrlimit(kind, (most, most))
 
 
-def become(user: int | None) -> None:
-    """In a rank: give up every privilege for good, and root for the sandbox's own user. Without a `user` there was no root to give up."""
+def become(user: int | None, walled: bool) -> None:
+    """In a rank: give up every privilege for good, and root for the sandbox's own user. Without a `user` there was no root to give up,
+    and without walls either, nothing but that: it is code that is trusted."""
     libc = ctypes.CDLL(None, use_errno=True)
     prctl = libc.prctl
     for capability in range(_LAST_CAPABILITY + 1):
@@ -65,3 +68,5 @@ def become(user: int | None) -> None:
         os.setresuid(user, user, user)
     libc.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
     prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # its own /proc/self is a rank's to read
+    if walled or user is not None:
+        forbid_calls()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["children", "loopback_bytes", "private_bytes_of_others"]
+__all__ = ["children", "held_bytes", "loopback_bytes", "private_bytes_of_others"]
 
+_IN_MEMORY = ("/tmp", "/dev/shm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -29,6 +30,24 @@ def private_bytes_of_others() -> int:
     own = _private_bytes("self")
     others = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in (1, os.getpid())]
     return sum(max(0, _private_bytes(pid) - own) for pid in others)
+
+
+def held_bytes() -> int:
+    """Memory of all other processes in this namespace that no file on disk backs, and what lies in its own file systems in memory."""
+    others = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in (1, os.getpid())]
+    systems = {
+        (about.f_fsid, (about.f_blocks - about.f_bfree) * about.f_frsize) for about in map(os.statvfs, _IN_MEMORY)
+    }
+    return sum(map(_resident_bytes, others)) + sum(used for _, used in systems)
+
+
+def _resident_bytes(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            rows = dict(line.split(":", 1) for line in file)
+        return sum(int(rows[kind].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
+    except (OSError, KeyError):
+        return 0  # it has ended
 
 
 def _private_bytes(pid: str) -> int:

@@ -5,8 +5,9 @@ with it, as soon as the parent's socket closes, however the parent ended.
 Leaves what a rank does to `rank`, and the asking to `crew`.
 
 From the parent, on the control channel: {"crew": folder to remove, or null} with a descriptor of a new channel.
-On a crew's channel: {"start": rank, "env": ..} with the rank's socket; {"stacks": [ranks]}; {"kill": [ranks]}; {"traffic": true}.
-To the parent: {"exit": rank, "code": exit code}; {"traffic": bytes}.
+On a crew's channel: {"start": rank, "env": ..} with the rank's socket; {"stacks": [ranks]}; {"kill": [ranks]}; {"count": "traffic" or
+"held"}.
+To the parent: {"exit": rank, "code": exit code}; {"count": bytes}.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from minigpt_dist.launch.channel import Channel
 from minigpt_dist.launch.limits import Limits, become, confine
 from minigpt_dist.launch.preload import preload
-from minigpt_dist.launch.procfs import children, loopback_bytes, private_bytes_of_others
+from minigpt_dist.launch.procfs import children, held_bytes, loopback_bytes, private_bytes_of_others
 
 __all__ = ["main"]
 
@@ -63,7 +64,7 @@ def serve_sandbox(control_fd: int, sandbox: list[Any]) -> None:
     """Serve from inside a sandbox, where this process has loaded all that its ranks need; never returns."""
     limits, user, walled = Limits(*sandbox[0]), sandbox[1], sandbox[2]
     confine(limits)
-    _serve(control_fd, "fork", lambda: become(user), limits.total_bytes if walled else 0)
+    _serve(control_fd, "fork", lambda: become(user, walled), limits.total_bytes if walled else 0)
 
 
 def _serve(control_fd: int, method: str, settle: Callable[[], None] | None, most_bytes: int = 0) -> None:
@@ -141,9 +142,9 @@ class _Server:
                 seat = crew.channel.take_fd()
                 if self._start(crew, message["start"], seat, message["env"]):
                     return seat
-            elif "traffic" in message:
+            elif "count" in message:
                 with contextlib.suppress(OSError):
-                    crew.channel.send({"traffic": loopback_bytes()})
+                    crew.channel.send({"count": {"traffic": loopback_bytes, "held": held_bytes}[message["count"]]()})
             elif "stacks" in message:
                 self._ask_stacks([crew.pids[rank] for rank in message["stacks"] if rank in crew.pids])
             else:

@@ -12,7 +12,6 @@ import ctypes
 import fcntl
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -22,6 +21,7 @@ from typing import Any
 
 from minigpt_dist.launch.channel import Channel
 from minigpt_dist.launch.preload import preload
+from minigpt_dist.launch.removal import remove_tree
 
 __all__ = ["main"]
 
@@ -29,6 +29,7 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x800
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 _DETACH, _PR_SET_PDEATHSIG = 2, 1
 _PACKAGE = __name__.split(".")[0]
+_INODES = 65_536  # files are memory of the kernel, also empty ones
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -51,7 +52,7 @@ def main(channel_fd: int, names: list[str], folder: str) -> None:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             for place in folders:
-                shutil.rmtree(place, ignore_errors=True)
+                remove_tree(place)
             os._exit(0)
         for message in messages:
             if "open" in message:
@@ -120,7 +121,9 @@ def _enter(plan: dict[str, Any]) -> None:
     for device in _DEVICES:
         _bind(f"/dev/{device}", f"{root}/dev/{device}", writable=True)
     for place in ("/dev/shm", "/tmp"):
-        _mount("tmpfs", root + place, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={plan['tmp_bytes']}")
+        _mount(
+            "tmpfs", root + place, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={plan['tmp_bytes']},nr_inodes={_INODES}"
+        )
     for name, target in plan["links"]:
         os.symlink(target, root + name)
     for source, target in plan["readable"]:

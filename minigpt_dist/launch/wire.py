@@ -20,9 +20,11 @@ import torch
 
 from minigpt_dist.launch.errors import WireError
 
-__all__ = ["MAX_BYTES", "decode", "encode"]
+__all__ = ["MAX_BYTES", "MAX_FOREIGN_BYTES", "MAX_FOREIGN_HEADER", "decode", "encode"]
 
 MAX_BYTES = 1 << 30  # header and body of one message
+# The same from a sandbox, and of the header alone: the largest of a right submission are 30 MB and 1 MB.
+MAX_FOREIGN_BYTES, MAX_FOREIGN_HEADER = 1 << 28, 1 << 24
 _MAX_DEPTH = 64  # far from the recursion limit, for what is sent and for what is received
 _INT64 = 1 << 63
 _PLAIN = "plain data: None, bool, int, float, str, bytes, list, tuple, dict or tensor"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from minigpt_dist.launch.arguments import pack
 from minigpt_dist.launch.autopsy import Failure, deadline_error, first_failure
@@ -125,15 +125,15 @@ class World:
         try:
             crew, starting = self._ready_crew()
             for rank in range(self.world_size):
-                crew.send(rank, header, packed)
+                crew.send(rank, header, packed, START_S if starting else limit_s)
             return _Job(crew, self._jobs, limit_s, starting).results()
         except BaseException:
             self.close()
             raise
 
-    def traffic(self) -> int | None:
-        """Bytes that the loopback of the ranks' sandbox has carried; None where they have none, or do not run."""
-        return self._crew.traffic() if self._crew is not None and self._crew.usable else None
+    def count(self, what: Literal["traffic", "held"]) -> int | None:
+        """Bytes that the loopback of the ranks' sandbox has carried, or that it holds in memory; None without one, or without ranks."""
+        return self._crew.count(what) if self._crew is not None and self._crew.usable else None
 
     def close(self) -> None:
         """End the ranks and wait for them.  The world can be run again: that starts fresh ones."""
@@ -176,7 +176,7 @@ class _Job:
             if event.frame is not None:
                 self._take_frame(event.rank, event.frame)
             elif event.kind == "garbage":
-                raise LaunchError(f"rank {event.rank} sent what is no message: {event.text}")
+                raise WireError(f"rank {event.rank} sent what is no message: {event.text}")
             elif event.rank not in self._dead and not any(failure.rank == event.rank for failure in self._failures):
                 self._dead.append(event.rank)
 
@@ -194,7 +194,7 @@ class _Job:
             else:
                 raise WireError(f"its first line is {line[:80]!r}")
         except WireError as error:
-            raise LaunchError(f"rank {rank} sent what is no answer to job {self._number}: {error}") from None
+            raise WireError(f"rank {rank} sent what is no answer to job {self._number}: {error}") from None
 
     def _failed(self) -> LaunchError:
         """End the ranks and name the first failure.

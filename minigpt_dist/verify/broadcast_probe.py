@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minigpt_dist.parallel.collectives import world
-from minigpt_dist.trace import digest
+from minigpt_dist.trace import tensor_bytes
 from minigpt_dist.verify.contract import accepts, resolve
 
 
@@ -49,17 +49,21 @@ class OddLayouts(nn.Module):
         self.last = nn.Parameter(torch.randn(2, generator=g))
 
 
-def _digests(module: nn.Module) -> dict[str, str]:
-    return {name: digest(t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+def contents(module: nn.Module) -> dict[str, list[Any]]:
+    """Dtype, shape and bytes of every parameter and buffer, by name."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: [str(t.dtype), list(t.shape), tensor_bytes(t)] for name, t in named}
 
 
 def broadcast_body(spec: str, slots: list[str], seed: int, src: int, odd: bool) -> dict[str, Any]:
-    """Digests before and after the call on this rank."""
+    """What the module holds after the call on this rank. What it held before, and should hold now, the judge makes for himself."""
     call = resolve(spec, tuple(slots)).require("broadcast_parameters")
     if src and not accepts(call, "src"):
         return {"not_judged": "broadcast_parameters takes no src"}
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # whatever the implementation has made of it
     module = (OddLayouts if odd else Zoo)(seed + world()[1])
-    before = _digests(module)
+    torch.set_default_dtype(usual)
     objects = dict(module.named_parameters())
     module.train(odd)
     if src:
@@ -68,8 +72,7 @@ def broadcast_body(spec: str, slots: list[str], seed: int, src: int, odd: bool) 
         call(module)
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
     return {
-        "before": before,
-        "after": _digests(module),
+        "after": contents(module),
         "trainable": trainable,
         "replaced": [
             n

@@ -17,6 +17,7 @@ import torch
 
 from minigpt_dist.verify import checkpoint_crash, checkpoint_damage, checkpoint_large, checkpoint_payload
 from minigpt_dist.verify.checkpoint_child import Tell, run_forked, said
+from minigpt_dist.verify.checkpoint_files import Files, files_below, put_files
 from minigpt_dist.verify.checkpoint_states import (
     State,
     censuses,
@@ -216,6 +217,23 @@ PROBES: dict[str, Callable[..., Rows]] = {
     **checkpoint_crash.PROBES,
     **checkpoint_large.PROBES,
 }
+
+
+def across_body(
+    spec: str, slots: list[str], area: str, world_size: int, files: Files | None
+) -> tuple[Files, dict[str, Any]]:
+    """Save, and what was written; or, of these files, what is loaded: in a folder of its own, at the same place both times."""
+    folder = Path(area)
+    folder.mkdir(parents=True)
+    try:
+        store = Store(spec, slots)
+        if files is None:
+            failure = store.save(lesson_states(world_size, 1), folder / "step-10", 10)
+            return files_below(folder), {"wrong": failure} if failure else {}
+        put_files(files, folder)
+        return [], store.load(folder / "step-10", world_size)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def probe_body(spec: str, slots: list[str], probe: str, area: str, *args: Any) -> dict[str, Any]:

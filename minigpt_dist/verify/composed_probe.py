@@ -1,14 +1,12 @@
 """What a rank does in the composed run: train with a checkpoint, go on from one, and answer for its model; plain data comes back.
 
-Owns the rank's side, and how a checkpoint's files leave one process and enter another: as bytes, through the judge. Leaves the evidence
-to `composition.py`.
+Owns the rank's side. Leaves the evidence to `composition.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,15 +22,12 @@ from minigpt_dist.memory import held
 from minigpt_dist.parallel.collectives import barrier, world
 from minigpt_dist.runner import Pieces, Worker
 from minigpt_dist.trace import leaves, tensor_bytes
+from minigpt_dist.verify.checkpoint_files import Files, files_below, put_files
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.optimizers import abilities
 from minigpt_dist.verify.plug import build_model, pieces_of
 
-MOST_BYTES = 512 << 20
-MOST_FILES = 10_000
 MOMENT_WORDS = ("exp_avg", "moment", "first", "second", "momentum")
-
-Files = list[tuple[str, str, bytes]]  # path below the folder; "file", "link" or "folder"; content, or where it leads
 
 
 def composed_body(
@@ -168,39 +163,9 @@ def shared_folder(folder: Path, files: Files | None) -> Iterator[Path]:
     """A folder of all ranks that holds `files`, from when rank 0 has put them there until every rank is done with it."""
     if world()[1] == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _put(files or [], folder)
+        put_files(files or [], folder)
     barrier()
     yield folder
     barrier()
     if world()[1] == 0:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def files_below(folder: Path) -> Files:
-    """Everything below `folder`. ValueError if it is more than a checkpoint of this model can be."""
-    found: Files = []
-    total = 0
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_symlink():
-            found.append((name, "link", os.fsencode(os.readlink(path))))
-        elif path.is_dir():
-            found.append((name, "folder", b""))
-        elif path.is_file():
-            total += path.stat().st_size
-            if total > MOST_BYTES or len(found) > MOST_FILES:
-                raise ValueError(f"the checkpoint's folder holds more than {MOST_BYTES} bytes or {MOST_FILES} files")
-            found.append((name, "file", path.read_bytes()))
-    return found
-
-
-def _put(files: Files, folder: Path) -> None:
-    for name, kind, content in files:
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if kind == "folder":
-            place.mkdir(exist_ok=True)
-        elif kind == "link":
-            place.symlink_to(os.fsdecode(content))
-        else:
-            place.write_bytes(content)

@@ -17,9 +17,10 @@ from torch import Tensor
 from minigpt_dist.batches import block_start, read_batch
 from minigpt_dist.config import TrainConfig
 from minigpt_dist.corpus import make_corpus
-from minigpt_dist.trace import Record, Trace, digest, merge, tensor_bytes
+from minigpt_dist.launch import WireError
+from minigpt_dist.trace import Record, Trace, digest, digest_of, merge, tensor_bytes
+from minigpt_dist.verify.checkpoint_files import Files
 from minigpt_dist.verify.composed_probe import (
-    Files,
     altered_body,
     composed_body,
     gradients_body,
@@ -51,8 +52,14 @@ class Composed:
 
 
 def _trace(subject: Subject, config: TrainConfig, results: list[dict[str, Any]]) -> Trace:
+    """The trace of a run. WireError where a rank's last digests are not those of the parameters that it sent."""
     header = {"impl": subject.spec, "config": config.to_dict()}
-    return merge(header, [[Record(**r) for r in result["records"]] for result in results])
+    trace = merge(header, [[Record(**r) for r in result["records"]] for result in results])
+    for record, result in zip(trace.at(trace.steps[-1]), results, strict=True):
+        for name, raw in result["final"].items():
+            if record.params.get(name) != digest_of(f"torch.{config.dtype}", result["shapes"][name], raw):
+                raise WireError(f"rank {record.rank} sent a digest of {name} that is not that of its bytes")
+    return trace
 
 
 Body = Callable[..., Any]  # what a rank runs; what it returns

@@ -18,7 +18,8 @@ from minigpt_dist.parallel.collectives import world
 from minigpt_dist.runner import Pieces
 from minigpt_dist.trace import leaves, tensor_bytes
 from minigpt_dist.verify import as_written
-from minigpt_dist.verify.composed_probe import Files, run_with
+from minigpt_dist.verify.checkpoint_files import Files
+from minigpt_dist.verify.composed_probe import run_with
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.in_flight import InFlight
 from minigpt_dist.verify.plug import build_model, load_state, save_state

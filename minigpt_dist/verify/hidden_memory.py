@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import array
 import bisect
-import gc
 import sys
 from collections.abc import Sequence
+from gc import collect, get_objects, get_referents  # by name, as in `memory.py`
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +24,12 @@ LEAST = 1024  # smaller objects are an interpreter's daily life: keys, messages,
 
 def hidden_objects() -> list[Any]:
     """Every such object of at least LEAST bytes that something alive holds. Held by the list, so that none is taken for another later."""
-    gc.collect()
+    collect()
     numpy = sys.modules.get("numpy")
     arrays = () if numpy is None else (numpy.ndarray,)
     kinds = (*arrays, bytes, bytearray, array.array, torch.UntypedStorage)
     module_globals = [vars(m) for m in list(sys.modules.values()) if type(m) is ModuleType]
-    held = gc.get_referents(*gc.get_objects(), *module_globals)
+    held = get_referents(*get_objects(), *module_globals)
     found = {id(o): o for o in held if issubclass(type(o), kinds)}
     return [o for o in found.values() if _extent(o)[1] >= LEAST]
 

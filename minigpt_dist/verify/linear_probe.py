@@ -6,11 +6,14 @@ has. Owns the rank's side; the right answer is `adam_oracle.py`'s, in the parent
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minigpt_dist.launch import ledger
 from minigpt_dist.memory import baseline, census
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
@@ -20,6 +23,8 @@ from minigpt_dist.verify.hidden_memory import hidden_bytes, hidden_objects
 from minigpt_dist.verify.optimizers import NotSupportedError, abilities, build_optimizer, grouped, scale_decay, set_lr
 from minigpt_dist.verify.plug import average_gradients
 from minigpt_dist.verify.scenario import Scenario
+
+M_MMAP_THRESHOLD = -3  # of malloc.h: blocks from this size on are the system's as soon as they are freed
 
 
 class LinearModel(nn.Module):
@@ -153,6 +158,33 @@ class _Run:
         averaged()
         optimizer.step()
         return None
+
+
+_kept: list[_Run] = []
+
+
+def hold_body(spec: str, slots: list[str], scenario: dict[str, Any] | None) -> dict[str, Any]:
+    """Run one scenario, unobserved, and keep model and optimizer until the next call; for None keep nothing.
+
+    Freed memory is given back to the system, whichever thread frees it, so that what the process holds can be told from outside.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # of glibc
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    _kept.clear()
+    try:
+        if scenario is not None:
+            run = _Run(resolve(spec, tuple(slots)), Scenario.from_dict(scenario))
+            for step in range(1, run.s.steps + 1):
+                run._step(run.model, run.optimizer, step)
+            _kept.append(run)
+    except NotSupportedError as error:
+        return {"not_judged": str(error)}
+    ledger.clear()  # it holds the work of the last calls
+    gc.collect()
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    return {}
 
 
 def probe_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,11 @@ class Subject:
         return self.spec == OURS
 
     @property
+    def walled(self) -> bool:
+        """Has each of its sandboxes files, processes and a network of its own?"""
+        return self.isolation is not None and self.isolation.name in ("namespaces", "bwrap")
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the isolation in force gives, and which pieces of the reference its sandboxes hold, if any."""
         if self.isolation is None:
@@ -134,7 +139,11 @@ class Subject:
 
     def traffic(self, world_size: int) -> int | None:
         """Bytes that the sandbox's loopback has carried, as told from outside the ranks; None where it has none of its own."""
-        return self._world(world_size).traffic()
+        return self._world(world_size).count("traffic")
+
+    def held(self, world_size: int) -> int | None:
+        """Bytes that everything in the sandbox holds in memory, as told from outside the ranks; None where it has no walls."""
+        return self._world(world_size).count("held")
 
     def run(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """`body(spec, slots, *args)` on `world_size` fresh processes."""

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 from minigpt_dist.launch.environment import PINNED_THREADS
 from minigpt_dist.launch.errors import LaunchError
 from minigpt_dist.launch.limits import Limits
+from minigpt_dist.launch.removal import remove_tree
 from minigpt_dist.launch.sandbox import bwrap
 from minigpt_dist.launch.sandbox.contents import (
     TMP_BYTES,
@@ -37,6 +37,7 @@ from minigpt_dist.launch.sandbox.isolation import Isolation
 from minigpt_dist.launch.sandbox.kits import copy_kit, open_to_all
 from minigpt_dist.launch.sandbox.leftovers import owned_folder, sweep
 from minigpt_dist.launch.sandbox.nursery import stem_for
+from minigpt_dist.launch.sandbox.possessions import remove_possessions
 from minigpt_dist.launch.sandbox.user import end_all_of, fresh_user
 
 __all__ = ["Jail"]
@@ -210,7 +211,9 @@ class Jail:
             if not self._gone(_DEAD_S):
                 raise LaunchError(f"processes of a sandbox have not ended {_DEAD_S:g} s after they were killed")
             self._kill()  # reaps
-        shutil.rmtree(self.folder, ignore_errors=True)
+            if self.user is not None and not self.walled:
+                remove_possessions(self.user)
+        remove_tree(self.folder)
         for fd in (self._alive, self._held, self._owner):
             if fd >= 0:
                 os.close(fd)
@@ -227,6 +230,8 @@ class Jail:
         while select.select([self._alive], [], [], max(0.0, limit - time.monotonic()))[0]:
             if not os.read(self._alive, 1 << 16):
                 return True
+            if time.monotonic() > limit:  # it is written to faster than it is read
+                break
         return False
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-import shutil
 import tempfile
 from pathlib import Path
+
+from minigpt_dist.launch.removal import remove_tree
 
 __all__ = ["owned_folder", "sweep"]
 
@@ -38,7 +39,7 @@ def sweep() -> None:
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(owner).st_uid == os.geteuid():
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
         except BlockingIOError:
             pass  # in use
         finally:

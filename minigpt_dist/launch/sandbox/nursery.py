@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 from minigpt_dist.launch.channel import Channel
 from minigpt_dist.launch.environment import PINNED_THREADS
 from minigpt_dist.launch.errors import LaunchError
+from minigpt_dist.launch.removal import remove_tree
 from minigpt_dist.launch.sandbox.contents import Contents, executable, interpreter_paths, libraries
 from minigpt_dist.launch.sandbox.kits import copy_kit, open_to_all
 
@@ -100,7 +100,7 @@ class Stem:
         self._process.kill()
         self._process.wait()
         self._errors.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_tree(self.folder)
 
     def disown(self) -> None:
         """In a forked child: the process is the parent's."""

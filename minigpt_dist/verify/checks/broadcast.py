@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from minigpt_dist.verify.broadcast_probe import broadcast_body
+import hashlib
+from typing import Any
+
+from minigpt_dist.verify.broadcast_probe import OddLayouts, Zoo, broadcast_body, contents
 from minigpt_dist.verify.checks.registry import Check, register
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
 
 def _check(subject: Subject, world_size: int, src: int, odd: bool = False) -> list[Violation]:
-    results = subject.ask(broadcast_body, world_size, 100 + subject.draw("broadcast"), src, odd)
+    seed = 100 + subject.draw("broadcast")
+    results = subject.ask(broadcast_body, world_size, seed, src, odd)
     if "not_judged" in results[0]:
         raise NotJudged(results[0]["not_judged"])
-    wanted = results[src]["before"]
+    before = [contents((OddLayouts if odd else Zoo)(seed + rank)) for rank in range(world_size)]
+    wanted = before[src]
     for rank, r in enumerate(results):
         for name, value in wanted.items():
             seen = r["after"].get(name)
             if seen != value:
-                unchanged = seen == r["before"].get(name)
+                unchanged = seen == before[rank].get(name)
                 hint = "it still has the value of this rank's own seed" if unchanged and rank != src else ""
                 if rank == src:
                     hint = "the source itself was changed"
                 return [
                     Violation(
                         "the tensor's bytes after the broadcast (sha256)",
-                        str(seen)[:16],
-                        f"{value[:16]}, rank {src}'s",
+                        _told(seen),
+                        f"{_told(value)}, rank {src}'s",
                         "broadcast",
                         step=0,
                         rank=rank,
@@ -62,6 +67,11 @@ def _check(subject: Subject, world_size: int, src: int, odd: bool = False) -> li
                 )
             ]
     return []
+
+
+def _told(content: Any) -> str:
+    """The start of the digest of a tensor's dtype, shape and bytes."""
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def broadcast_from_first(subject: Subject, world_size: int) -> list[Violation]:

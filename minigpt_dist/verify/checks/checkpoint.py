@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minigpt_dist.verify.checkpoint_probe import STEP, as_states
+from minigpt_dist.verify.checkpoint_probe import STEP, across_body, as_states
 from minigpt_dist.verify.checkpoint_states import REQUIRED, Census, censuses, tensor_kinds, value_kinds
 from minigpt_dist.verify.checks.checkpoint_words import Find, asked, check, deliberate, first, saved, unequal
 from minigpt_dist.verify.subject import NotJudged, Subject
@@ -18,7 +18,19 @@ from minigpt_dist.verify.violation import Violation
 def round_trip(subject: Subject, world_size: int) -> list[Violation]:
     """Each rank's state comes back from the disk in another process, bit for bit, at its own place in the list."""
     loaded = asked(subject, "round_trip", world_size)[0]["loaded"]
-    return unequal(loaded, saved(world_size), "the checkpoint", hint=_misplaced(loaded, saved(world_size)))
+    found = unequal(loaded, saved(world_size), "the checkpoint", hint=_misplaced(loaded, saved(world_size)))
+    return found or _elsewhere(subject, world_size)
+
+
+def _elsewhere(subject: Subject, world_size: int) -> list[Violation]:
+    """The same in a sandbox in which the checkpoint's files, put there by the judge, are all that there is of the save."""
+    if not subject.walled:
+        return []
+    with subject.area() as area:
+        files, failure = subject.ask(across_body, 1, area, world_size, None)[0]
+        loaded = failure or subject.run_afresh(across_body, 1, area, world_size, files)[0][1]
+    hint = "only what is in dest_dir may be needed: no other folder, no shared memory, no attributes of files"
+    return unequal(loaded, saved(world_size), "the checkpoint's files, alone,", hint=hint)
 
 
 def _misplaced(loaded: dict[str, Any], wanted: list[Census]) -> str:
