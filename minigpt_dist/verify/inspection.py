@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt_dist.verify.contract import OURS, SLOTS, resolve
-from minigpt_dist.verify.loading import entry_of
+from minigpt_dist.verify.entries import entry_of
 
 # Classes that do a piece's work. What they are built on (torch.optim, nn.Module, torch.distributed itself) is anyone's to use.
 FOREIGN = {

@@ -159,10 +159,17 @@ def probe_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[st
     """Run one scenario on this rank: its trajectory, or why it cannot be put to this implementation."""
     impl = resolve(spec, tuple(slots))
     s = Scenario.from_dict(scenario)
-    missing = sorted(s.needs() - abilities(impl))
-    if missing:
-        return {"not_judged": f"no way to set {', '.join(missing)}"}
     try:
-        return _Run(impl, s).trajectory()
+        _require(impl, s)
+        run = _Run(impl, s)
+        _require(impl, s)  # now that it is known what a function makes
+        return run.trajectory()
     except NotSupportedError as error:
         return {"not_judged": str(error)}
+
+
+def _require(impl: Implementation, s: Scenario) -> None:
+    """NotSupportedError for a scenario that needs what the implementation lacks."""
+    missing = sorted(s.needs() - abilities(impl))
+    if missing:
+        raise NotSupportedError(f"no way to set {', '.join(missing)}")

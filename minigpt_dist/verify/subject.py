@@ -20,7 +20,8 @@ from minigpt_dist.launch import DeadlineExceeded, LaunchError, World, run_world
 from minigpt_dist.launch.client import ServerHandle
 from minigpt_dist.launch.sandbox import Contents, Isolation, Jail
 from minigpt_dist.verify.contract import BY_SHAPE, OURS, slots_body
-from minigpt_dist.verify.kit import PRELOAD, beside, kit
+from minigpt_dist.verify.entries import compiles
+from minigpt_dist.verify.kit import COMPILER, PRELOAD, beside, kit
 from minigpt_dist.verify.peers import Traits, traits_of
 
 DEADLINE_S = 60.0
@@ -123,12 +124,16 @@ class Subject:
             raise failure
         return value
 
-    def ask(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """`body(spec, slots, *args)` on ranks kept alive between questions (a few milliseconds); new ones after a failure."""
+    def ask(self, body: Callable[..., Any], world_size: int, *args: Any, deadline_s: float | None = None) -> list[Any]:
+        """`body(spec, slots, *args)` on ranks kept alive between questions (a few milliseconds); new ones after a failure.
+
+        deadline_s: for this question, where less than for others will do.
+        """
 
         def attempt() -> list[Any]:
             told = self._told()  # first: where the sandbox has died, this starts another, in which the world is to be
-            return self._world(world_size).run(body, *told, *args)
+            world = self._world(world_size)
+            return world.run(body, *told, *args, deadline_s=min(world.deadline_s, deadline_s or world.deadline_s))
 
         return self._within_patience(attempt)
 
@@ -209,7 +214,8 @@ class Subject:
         path = self._path()
         if path is None:
             return Contents(None, None, (*PRELOAD, "minigpt_dist.worker"))
-        return Contents(kit(), path, PRELOAD, beside(self._filled or ()))
+        preload = (*PRELOAD, COMPILER) if compiles(path) else PRELOAD
+        return Contents(kit(), path, preload, beside(self._filled or ()))
 
     def _asked_slots(self, server: ServerHandle) -> tuple[str, ...]:
         """The pieces that a submission of torch's shape has, asked before anything else, so that no sandbox holds these of ours."""
