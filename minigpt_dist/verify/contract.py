@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from minigpt_dist.verify.absent_cuda import stand_in_for_cuda
 from minigpt_dist.verify.loading import complete, load_path
 from minigpt_dist.verify.shapes import (
     FSDP_FINISH,
@@ -208,6 +209,7 @@ def load_module(spec: str) -> ModuleType:
         return peers.build(spec.removeprefix("peer:"))  # type: ignore[no-any-return]  # as above
     path = Path(spec)
     if path.suffix == ".py" or path.is_dir() or "/" in spec:
+        stand_in_for_cuda()
         module, stood_in = load_path(path)
         if path.is_dir() and _torchs_shape(module, spec) and not all(offered(find(module)) for find in FINDERS):
             complete(module, path, stood_in)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from minigpt_dist.verify.absent_cuda import names_cuda
 from minigpt_dist.verify.contract import OURS, SLOTS, resolve
 from minigpt_dist.verify.entries import entry_of
 
@@ -39,8 +43,21 @@ def inspect_body(spec: str, slots: list[str]) -> dict[str, Any]:
         "names": sorted(pieces),
         "origins": {str(k): str(v) for k, v in found.origins.items()},
         "borrowed": {name: what for name, what in borrowed.items() if what},
-        "stood_in": [str(n) for n in found.extras.get("stood_in", ())],
+        "stood_in": [*map(str, found.extras.get("stood_in", ())), *_quiet_parts(spec)],
     }
+
+
+def _quiet_parts(spec: str) -> list[str]:
+    """What of torch is there in name only, and named by the files of the submission that were imported."""
+    if torch.cuda.is_available() or not _is_path(spec):
+        return []
+    folder, places = Path(spec).resolve(), [str(getattr(m, "__file__", "")) for m in list(sys.modules.values())]
+    files = [file for place in places if (file := Path(place)).suffix == ".py" and file.is_relative_to(folder)]
+    return ["torch.cuda"] if any(names_cuda(file.read_bytes()[:MAX_SOURCE]) for file in files) else []
+
+
+def _is_path(spec: str) -> bool:
+    return spec.endswith(".py") or "/" in spec
 
 
 def _slot_of(name: str) -> str:
@@ -52,7 +69,7 @@ def _definitions(spec: str) -> dict[str, set[str]] | None:
 
     The text is only a hint, so what cannot be parsed is left to the import, which says what is wrong.
     """
-    if not (spec.endswith(".py") or "/" in spec):
+    if not _is_path(spec):
         return None
     try:
         tree = ast.parse(entry_of(Path(spec)).read_bytes()[:MAX_SOURCE])

@@ -122,12 +122,18 @@ class _Run:
         counts["optimizer"] += hidden_bytes([*self.hidden, *own], self.model)
         return counts
 
+    def _drop_leftovers(self, model: LinearModel) -> None:
+        for p in model.params if self.impl.averages_outside and not self.s.zeroing else ():
+            if p.grad is not None and bool(p.grad.any()):
+                p.grad = None
+
     def _step(self, model: LinearModel, optimizer: Any, step: int) -> float | None:
         if step not in self.s.keep_grads_before:
             if self.s.model_zero_grad:
                 model.zero_grad()
             else:
                 optimizer.zero_grad()
+                self._drop_leftovers(model)
 
         def run() -> float:
             total = 0.0

@@ -21,6 +21,8 @@ from minigpt_dist.verify.entries import entry_of, further_files
 from minigpt_dist.verify.stand_ins import StandInModule, stand_in, stand_in_version
 
 MAX_STAND_INS = 20
+# Words in the names of functions and classes that belong to what is judged.
+PIECES = ("ddp", "parallel", "fsdp", "shard", "zero", "optim")
 NEVER_SHADOWED = ("submission", "torch", "minigpt_dist")
 
 
@@ -39,9 +41,7 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     stood_in: list[str] = []
     shadowing: dict[str, Path] = {}
     module = _with_stand_ins(lambda: _execute(entry, shadowing), entry.parent, shadowing, stood_in)
-    for name in _absent_in_functions(folder, before):
-        stood_in.append(name)
-        stand_in(name)
+    _prepare_later_imports(folder, before, stood_in)
     return module, stood_in
 
 
@@ -59,9 +59,7 @@ def complete(module: ModuleType, path: Path, stood_in: list[str]) -> None:
             if getattr(found, "__file__", None) == str(file):
                 for attribute, value in vars(found).items():
                     vars(module).setdefault(attribute, value)
-    for name in _absent_in_functions(folder, before):
-        stood_in.append(name)
-        stand_in(name)
+    _prepare_later_imports(folder, before, stood_in)
 
 
 def _with_stand_ins(
@@ -72,13 +70,13 @@ def _with_stand_ins(
         try:
             return load()
         except ImportError as error:
-            name = error.name or ""
+            name = _wanted(error)
             top = name.split(".")[0]
             neighbour = None if top in shadowing or top in NEVER_SHADOWED else _neighbour(top, folder)
             if neighbour is not None:
                 shadowing[top] = neighbour
                 continue
-            absent = isinstance(error, ModuleNotFoundError) and _is_absent(top)
+            absent = (isinstance(error, ModuleNotFoundError) and _is_absent(top)) or _left_out(name)
             if absent and top == folder.name and top not in sys.modules:
                 package = sys.modules[top] = ModuleType(
                     top
@@ -94,25 +92,50 @@ def _with_stand_ins(
                 stand_in(name)
 
 
-def _absent_in_functions(folder: Path, before: set[str]) -> list[str]:
-    """Modules that functions of the submission will import, unguarded, when they are called, and that are not here.
+def _prepare_later_imports(folder: Path, before: set[str], stood_in: list[str]) -> None:
+    """Import the submission's own modules that its pieces will import when they are called, and stand in for packages that are not here.
 
     before: names of modules that were there before it: they are not of its making (our own package, judged by us), or known from
-    the last time.
+    the last time. What cannot be imported is left to the call, which says so.
     """
-    found: dict[str, None] = {}
+    tried: set[str] = set()
+    while fresh := [later for later in _later_imports(folder, before) if later[0] not in tried][:MAX_STAND_INS]:
+        for name, of_a_piece in fresh:
+            tried.add(name)
+            top = name.split(".")[0]
+            if top in NEVER_SHADOWED:
+                continue
+            if _is_absent(top) and _neighbour(top, folder) is None:
+                stood_in.append(name)
+                stand_in(name)
+            elif of_a_piece and _lies_in(_place_of(name), folder):
+                with suppress(Exception, SystemExit):
+                    _with_stand_ins(lambda name=name: importlib.import_module(name), folder, {}, stood_in)  # type: ignore[misc]
+
+
+def _place_of(name: str) -> str:
+    """The file of a module, by its name; "" where there is none."""
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+        return str(spec.origin) if spec is not None else ""
+    return ""
+
+
+def _later_imports(folder: Path, before: set[str]) -> list[tuple[str, bool]]:
+    """(module, whether that is a piece's) for each import, unguarded, in a function of the submission's modules."""
+    found: dict[str, bool] = {}
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "submission" or name not in before]
     for file in {f for m in modules if (f := getattr(m, "__file__", None)) and _lies_in(f, folder)}:
         try:
             tree = ast.parse(Path(file).read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, TypeError):
             continue
-        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        for name in (name for function in functions for name in _imports(function)):
-            top = name.split(".")[0]
-            if top not in NEVER_SHADOWED and _is_absent(top) and _neighbour(top, folder) is None:
-                found[name] = None
-    return list(found)[:MAX_STAND_INS]
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                of_a_piece = any(word in node.name.lower() for word in PIECES)
+                for name in _imports(node):
+                    found[name] = found.get(name, False) or of_a_piece
+    return list(found.items())
 
 
 def _lies_in(file: str, folder: Path) -> bool:
@@ -150,6 +173,18 @@ def _is_absent(package: str) -> bool:
         return False
     known = sys.modules.get(package)
     return isinstance(known, StandInModule) or (known is None and importlib.util.find_spec(package) is None)
+
+
+def _wanted(error: ImportError) -> str:
+    """The module that was not found, also where it was asked for as a name of its package."""
+    found = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+    return f"{found[2]}.{found[1]}" if found else error.name or ""
+
+
+def _left_out(name: str) -> bool:
+    """Is this a module of a package of the submission's own, that was not handed in? One that an installed package lacks is a mistake."""
+    package = sys.modules.get(name.rpartition(".")[0])
+    return any(_lies_in(place, Path(place).parent) for place in getattr(package, "__path__", ()))
 
 
 def _execute(entry: Path, shadowing: dict[str, Path]) -> ModuleType:

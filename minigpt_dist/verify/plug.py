@@ -21,8 +21,9 @@ from minigpt_dist.runner import Pieces
 from minigpt_dist.verify.contract import Implementation, accepted, accepts
 from minigpt_dist.verify.optimizers import MADE, NotSupportedError, own_method
 from minigpt_dist.verify.portable import pack, unpack
-from minigpt_dist.verify.shapes import finish_of, start_of
+from minigpt_dist.verify.shapes import finish_of, required, start_of
 
+BUCKET_MB = 0.01
 SIZES = {
     "vocab": ("vocab", "vocab_size"),
     "embed_dim": ("embed_dim", "n_embd", "dim"),
@@ -111,8 +112,11 @@ class Wrapped:
 def build_wrapper(impl: Implementation, module: nn.Module) -> Any:
     """The data-parallel wrapper around `module`, with the arguments its constructor has."""
     build = impl.require("DistributedDataParallel")
-    named = {"world_size": world()[0], "rank": world()[1], "bucket_size_mb": 0.01, "bucket_cap_mb": 0.01}
-    return build(module, **accepted(build, named))
+    named = {"world_size": world()[0], "rank": world()[1], "bucket_size_mb": BUCKET_MB, "bucket_cap_mb": BUCKET_MB}
+    sizes = {
+        name: int(BUCKET_MB * 2**20) if "byte" in name else BUCKET_MB for name in required(build) if "bucket" in name
+    }
+    return build(module, **{**sizes, **accepted(build, named)})
 
 
 def begin(impl: Implementation, wrapper: Any) -> None:

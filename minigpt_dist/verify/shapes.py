@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 from torch import nn
+from torch.optim import Optimizer
 
 # The call after backward has no settled name: these, and any public method of no argument named from these words.
 FINISH_NAMES = ("finish_gradient_synchronization", "sync_gradients", "sync_grads", "synchronize", "all_reduce_grads")
@@ -46,6 +47,8 @@ START_WORDS = (
 NO_FINISH = ("no_sync", "start", "zero", "reset", "require", "async", "init", "broadcast", "param", "buffer", "set_")
 # A wrapper that shards gradients or parameters leaves no mean gradient in every p.grad, and is no data-parallel wrapper in that sense.
 SHARDED_WORDS = ("fsdp", "shard", "zero")
+# Of several wrappers in a file, these are first tries.
+SIMPLE_WORDS = ("naive", "minimal", "simple", "flat", "toy")
 FULLY_SHARDED_WORDS = ("fsdp", "fullyshard", "zero3", "zerostage3")
 OPTIMIZER_CLASS_WORDS = (
     "optimizer_cls",
@@ -77,16 +80,34 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return []
 
 
+def required(function: Callable[..., Any]) -> list[str]:
+    """Names of a callable's parameters that have no default, but for the first."""
+    return [p.name for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty]
+
+
 def find_sharded_optimizer(module: ModuleType) -> Callable[..., Any] | None:
     """A function `get_sharded_optimizer`, or the class whose constructor takes parameters and an optimizer class."""
     maker: Callable[..., Any] | None = getattr(module, "get_sharded_optimizer", None)
     if offered(maker):
         return maker
-    for c in _own_classes(module):
-        names = _parameters(c)
-        if len(names) >= 2 and takes_optimizer_class(names[1:3]) and callable(getattr(c, "step", None)):
-            return c
-    return maker if callable(maker) else None
+    found = _chosen([c for c in _own_classes(module) if _is_optimizer(c)])
+    return found or (maker if callable(maker) else None)
+
+
+def _is_optimizer(c: type) -> bool:
+    names = _parameters(c)
+    return len(names) >= 2 and takes_optimizer_class(names[1:3]) and callable(getattr(c, "step", None))
+
+
+def _chosen(found: list[type]) -> type | None:
+    """Of several classes that would do, the first that is complete, that others are not built on, and that is no first try by its name."""
+
+    def rank(c: type) -> tuple[bool, bool, bool]:
+        complete = issubclass(c, Optimizer) or finish_of(c) is not None
+        base = any(other is not c and issubclass(other, c) for other in found)
+        return complete, not base, not any(word in c.__name__.lower() for word in SIMPLE_WORDS)
+
+    return max(found, key=rank, default=None)
 
 
 def find_data_parallel(module: ModuleType) -> Callable[..., Any] | None:
@@ -95,16 +116,17 @@ def find_data_parallel(module: ModuleType) -> Callable[..., Any] | None:
     written = [m for m in makers if offered(m)]
     if written:
         return written[0]
-    for c in _own_classes(module):
-        names = _parameters(c)
-        callable_module = issubclass(c, nn.Module) or "forward" in vars(c) or "__call__" in vars(c)
-        wraps = bool(names) and names[0] in ("module", "model") and not takes_optimizer_class(names)
-        name = c.__name__.lower().replace("_", "")
-        named = any(word in name for word in ("ddp", "dataparallel"))
-        sharded = any(word in name for word in SHARDED_WORDS)
-        if wraps and callable_module and not sharded and (named or finish_of(c) is not None):
-            return c
-    return makers[0] if makers else None
+    found = _chosen([c for c in _own_classes(module) if _wraps_data_parallel(c)])
+    return found or (makers[0] if makers else None)
+
+
+def _wraps_data_parallel(c: type) -> bool:
+    names, name = _parameters(c), c.__name__.lower().replace("_", "")
+    called = issubclass(c, nn.Module) or "forward" in vars(c) or "__call__" in vars(c)
+    wraps = bool(names) and names[0] in ("module", "model") and not takes_optimizer_class(names)
+    named = any(word in name for word in ("ddp", "dataparallel"))
+    sharded = any(word in name for word in SHARDED_WORDS)
+    return wraps and called and not sharded and (named or finish_of(c) is not None)
 
 
 def find_fully_sharded(module: ModuleType) -> Callable[..., Any] | None:
@@ -112,11 +134,9 @@ def find_fully_sharded(module: ModuleType) -> Callable[..., Any] | None:
     maker = getattr(module, "get_fsdp", None)
     if inspect.isfunction(maker) and offered(maker):
         return maker
-    found = [c for c in _own_classes(module) if _wraps_fully_sharded(c)]
-    if found:
-        return max(
-            found, key=lambda c: finish_of(c) is not None
-        )  # the first, but one with a finish call before one without
+    found = _chosen([c for c in _own_classes(module) if _wraps_fully_sharded(c)])
+    if found is not None:
+        return found
     own = getattr(module, "fully_shard", None)
     return own if inspect.isfunction(own) and not own.__module__.startswith("torch.") else None
 
