@@ -20,7 +20,6 @@ PIECE = re.compile(
 )
 SKIPPED = ("__pycache__", "site-packages", "node_modules", "venv", "tests")
 ASIDE = ("bench", "profil", "test", "account", "experiment", "demo", "train", "run_")  # programs around the pieces
-COMPILERS = (b"torch.compile", b"torch._dynamo", b"torch._inductor", b"import compile")
 MAX_FILES, MAX_BYTES = 400, 1 << 20
 
 
@@ -57,12 +56,6 @@ def piece_files(folder: Path) -> list[Path]:
         if PIECE.search(_text(file)):
             found.append((any(word in file.name for word in ASIDE), len(parts), str(file), file))
     return [file for *_, file in sorted(found)]
-
-
-def compiles(path: Path) -> bool:
-    """Does any Python file of a submission name torch.compile, or what is behind it?"""
-    files = sorted(path.rglob("*.py"))[:MAX_FILES] if path.is_dir() else [path]
-    return any(word in _text(file) for file in files for word in COMPILERS)
 
 
 def _text(file: Path) -> bytes:

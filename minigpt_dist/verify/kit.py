@@ -32,13 +32,12 @@ BODIES = (
     "verify.inspection",
 )
 PRELOAD = tuple(f"minigpt_dist.{name}" for name in BODIES)
-COMPILER = "minigpt_dist.launch.compiler"  # for a submission that compiles
 
 
 @functools.cache
 def kit() -> tuple[str, ...]:
     """The bodies' modules, all that these import, and the server's: dotted names."""
-    return closure({*PRELOAD, COMPILER, *launch_kit()})
+    return closure({*PRELOAD, *launch_kit()})
 
 
 _REFERENCE = {

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 
+from minigpt_dist.verify import as_written
 from minigpt_dist.verify.entries import entry_of, further_files
 from minigpt_dist.verify.stand_ins import StandInModule, stand_in, stand_in_version
 
@@ -27,7 +28,7 @@ NEVER_SHADOWED = ("submission", "torch", "minigpt_dist")
 
 
 def load_path(path: Path) -> tuple[ModuleType, list[str]]:
-    """The module at `path`, and the names of packages that a stand-in was made for.
+    """The module at `path`, and the names of packages, or of parts of torch, that a stand-in was made for.
 
     It is imported as part of a package `submission` that is its folder, so that `from .zero import X` and `from zero import X`
     both find its neighbours; the folder comes last on sys.path, so that a neighbour called json.py replaces nothing, unless what was
@@ -40,9 +41,10 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     sys.path.extend(dict.fromkeys((str(entry.parent), str(folder))))
     stood_in: list[str] = []
     shadowing: dict[str, Path] = {}
+    compiled = as_written.install()
     module = _with_stand_ins(lambda: _execute(entry, shadowing), entry.parent, shadowing, stood_in)
     _prepare_later_imports(folder, before, stood_in)
-    return module, stood_in
+    return module, stood_in + [as_written.NAME] * compiled()
 
 
 def complete(module: ModuleType, path: Path, stood_in: list[str]) -> None:
@@ -50,7 +52,7 @@ def complete(module: ModuleType, path: Path, stood_in: list[str]) -> None:
 
     A file that cannot be imported adds nothing: it may be a program that is not meant to be. Packages that it lacks join `stood_in`.
     """
-    folder, before = path.resolve(), {*sys.modules}
+    folder, before, compiled = path.resolve(), {*sys.modules}, as_written.install()
     for file in further_files(folder):
         place = file.relative_to(folder).with_suffix("").parts
         name = ".".join(place[:-1] if place[-1] == "__init__" else place)
@@ -60,6 +62,8 @@ def complete(module: ModuleType, path: Path, stood_in: list[str]) -> None:
                 for attribute, value in vars(found).items():
                     vars(module).setdefault(attribute, value)
     _prepare_later_imports(folder, before, stood_in)
+    if compiled() and as_written.NAME not in stood_in:
+        stood_in.append(as_written.NAME)
 
 
 def _with_stand_ins(

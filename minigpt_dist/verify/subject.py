@@ -20,8 +20,7 @@ from minigpt_dist.launch import DeadlineExceeded, LaunchError, World, run_world
 from minigpt_dist.launch.client import ServerHandle
 from minigpt_dist.launch.sandbox import Contents, Isolation, Jail
 from minigpt_dist.verify.contract import BY_SHAPE, OURS, slots_body
-from minigpt_dist.verify.entries import compiles
-from minigpt_dist.verify.kit import COMPILER, PRELOAD, beside, kit
+from minigpt_dist.verify.kit import PRELOAD, beside, kit
 from minigpt_dist.verify.peers import Traits, traits_of
 
 DEADLINE_S = 60.0
@@ -214,8 +213,7 @@ class Subject:
         path = self._path()
         if path is None:
             return Contents(None, None, (*PRELOAD, "minigpt_dist.worker"))
-        preload = (*PRELOAD, COMPILER) if compiles(path) else PRELOAD
-        return Contents(kit(), path, preload, beside(self._filled or ()))
+        return Contents(kit(), path, PRELOAD, beside(self._filled or ()))
 
     def _asked_slots(self, server: ServerHandle) -> tuple[str, ...]:
         """The pieces that a submission of torch's shape has, asked before anything else, so that no sandbox holds these of ours."""
