@@ -136,3 +136,13 @@ def test_a_module_that_an_installed_package_lacks_is_a_mistake(tmp_path: Path) -
     (tmp_path / "adapters.py").write_text("import torch.optim.nothing_of_this_name\n")
     with pytest.raises(ImportError):
         load_path(tmp_path)
+
+
+def test_a_module_is_found_in_the_part_of_the_folder_that_its_author_put_on_the_path(tmp_path: Path) -> None:
+    (tmp_path / "code_of_mine").mkdir()
+    (tmp_path / "code_of_mine" / "averaging_of_mine.py").write_text("class DDP: pass\n")
+    (tmp_path / "tests").mkdir()
+    text = "import sys\nsys.path.insert(0, './elsewhere/code_of_mine')\nfrom averaging_of_mine import DDP\n"
+    (tmp_path / "tests" / "adapters.py").write_text(text)
+    module, stood_in = load_path(tmp_path)
+    assert (module.DDP.__module__, stood_in) == ("averaging_of_mine", [])

@@ -42,7 +42,8 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     stood_in: list[str] = []
     shadowing: dict[str, Path] = {}
     compiled = as_written.install()
-    module = _with_stand_ins(lambda: _execute(entry, shadowing), entry.parent, shadowing, stood_in)
+    places = path if path.is_dir() and b"sys.path" in entry.read_bytes() else None
+    module = _with_stand_ins(lambda: _execute(entry, shadowing), entry.parent, shadowing, stood_in, places)
     _prepare_later_imports(folder, before, stood_in)
     return module, stood_in + [as_written.NAME] * compiled()
 
@@ -67,9 +68,17 @@ def complete(module: ModuleType, path: Path, stood_in: list[str]) -> None:
 
 
 def _with_stand_ins(
-    load: Callable[[], ModuleType], folder: Path, shadowing: dict[str, Path], stood_in: list[str]
+    load: Callable[[], ModuleType],
+    folder: Path,
+    shadowing: dict[str, Path],
+    stood_in: list[str],
+    places: Path | None = None,
 ) -> ModuleType:
-    """What `load` gives, tried again with each package that it lacks stood in for. ImportError for what is no such lack."""
+    """What `load` gives, tried again with each package that it lacks stood in for. ImportError for what is no such lack.
+
+    places: a folder in any part of which a module may lie that is not found, as the file puts parts of it on sys.path itself, by names
+    that hold only where its author stood.
+    """
     while True:
         try:
             return load()
@@ -86,6 +95,10 @@ def _with_stand_ins(
                     top
                 )  # the folder is a package of the submission, by its own name
                 package.__path__ = [str(folder)]
+                continue
+            part = _part_with(top, places) if absent and places is not None else None
+            if part is not None and str(part) not in sys.path:
+                sys.path.append(str(part))
                 continue
             if not absent or name in stood_in or len(stood_in) >= MAX_STAND_INS:
                 raise
@@ -169,6 +182,12 @@ def _neighbour(top: str, folder: Path) -> Path | None:
     """The module of that name beside the entry, if there is one: another was found first, and lacks what the submission wants of it."""
     places = (folder / top / "__init__.py", folder / f"{top}.py")
     return next((place for place in places if top and place.is_file()), None)
+
+
+def _part_with(top: str, folder: Path) -> Path | None:
+    """The part of a folder that holds a module of that name, the shallowest."""
+    found = [file.parent for file in sorted(folder.rglob(f"{top}.py")) if _lies_in(str(file), folder)]
+    return min(found, key=lambda part: len(part.parts), default=None)
 
 
 def _is_absent(package: str) -> bool:
