@@ -1,27 +1,24 @@
 """The suite as a pytest plugin: options, fixtures and profiles, so that it runs over any implementation from any folder.
 
 Owns how pytest is told what to judge. Options live here and not in a conftest.py, because options that only a conftest declares
-make pytest take a submission's path for tests to collect, and import what lies beside it.
+make pytest take a submission's path for tests to collect, and import what lies beside it. Leaves which tests run unasked to
+`pytest_on_request.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
+from minigpt_dist.pytest_on_request import ON_REQUEST, leave_out_what_runs_on_request
+
 SUITE = Path(__file__).parent / "suite"
-ON_REQUEST = {
-    "peers": "well-known packages under the same judge, at every world size",
-    "slow": "long tests of the package itself: crashes at every call, other revisions, torchrun, foreign checkpoints",
-    "corpus": "every small submission and every attack of the corpora, graded whole, in every kind of sandbox",
-    "catalogue": "every planted fault and every correct variant under the judge",
-    "nightly": "every pair of layouts that a checkpoint moves between, every way to lose a rank or a node",
-}
+_OFFERED = pytest.StashKey[list[str]]()  # lines for the header
 PROFILES = {"dev": 5, "ci": 25, "nightly": 1000}
 
 
@@ -60,11 +57,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """`pytest --impl X` without paths means the suite, wherever it is called, and imports nothing that lies there.
 
-    Not the folder's conftest.py; not, in xdist's workers, a json.py beside it; and the suite's files are named one by one, so that
-    no pytest.ini found on the way decides which of them are tests.
+    Not the folder's conftest.py; not, in xdist's workers, a json.py beside it; and nothing that a pytest.ini found on the way says.
     """
     known = early_config.known_args_namespace
     if known.impl and not known.file_or_dir:
+        _forget_ini_file(early_config, args)
         files = sorted(str(path) for path in SUITE.glob("test_*.py"))
         args += ["--noconftest", *files]
         known.noconftest, known.file_or_dir = True, files
@@ -72,6 +69,18 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     asked = " ".join(args)
     if early_config.pluginmanager.has_plugin("xdist") and "-n" in asked and "--dist" not in asked:
         args.append("--dist=loadscope")  # a file's tests share their runs: keep them in one worker
+
+
+def _forget_ini_file(early_config: pytest.Config, args: list[str]) -> None:
+    """Take back what pytest has read of another project's pytest.ini or the like, which stands first in `args` and in the settings."""
+    found = early_config.inipath
+    if found is None or found.parent == SUITE.parents[1]:
+        return
+    del args[: len(early_config.getini("addopts"))]
+    # pytest has no public way to begin without a file that it found by itself; its name for the settings has changed before.
+    settings = getattr(early_config, "_inicfg", None) or getattr(early_config, "inicfg", {})
+    settings.clear()
+    early_config._inicache.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -134,6 +143,15 @@ def _check_specs(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--impl is {spec!r}, but should be a file or folder that exists")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What is to be judged is loaded once before anything else, and says what it offers: no test could tell more of what cannot be."""
+    config = session.config
+    if not hasattr(config, "workerinput"):
+        asked = config.getoption("--impl") or []
+        config.stash[_OFFERED] = [line for spec in asked for line in _origins(config, spec)]
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     import torch
 
@@ -141,11 +159,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     slots = config.getoption("--slots")
     of = f", slots {slots} (the rest from minigpt_dist)" if slots else ""
     lines = [f"minigpt_dist: judging {', '.join(impls)}{of}; torch {torch.__version__}, gloo, one thread a rank"]
-    asked_for = config.getoption("--impl") or []
     isolation = _isolation(config)
     if isolation is not None:
         lines.append(f"isolation: {isolation.name} ({'; '.join(isolation.notes)})")
-    return lines + [line for spec in asked_for for line in _origins(config, spec)]
+    return lines + config.stash.get(_OFFERED, [])
 
 
 def _isolation(config: pytest.Config) -> Any:
@@ -159,7 +176,7 @@ def _isolation(config: pytest.Config) -> Any:
 
 
 def _origins(config: pytest.Config, spec: str) -> list[str]:
-    """Where every name of the contract came from, or why the implementation could not be loaded; asked of a rank."""
+    """Where every name of the contract came from; asked of a rank. Ends the session, in a line, where it cannot be loaded."""
     from minigpt_dist.launch import LaunchError
     from minigpt_dist.verify.contract import SLOTS, absence, origins_body
     from minigpt_dist.verify.subject import Subject
@@ -169,7 +186,7 @@ def _origins(config: pytest.Config, spec: str) -> list[str]:
         try:
             origins = asked.ask(origins_body, 1)[0]
         except LaunchError as error:
-            return [f"  {spec} cannot be loaded: {str(error).splitlines()[0]}"]
+            pytest.exit(f"--impl {spec} cannot be loaded: {str(error).splitlines()[0]}", pytest.ExitCode.USAGE_ERROR)
     names = [name for names in SLOTS.values() for name in names]
     found = {**{name: absence(name, spec) for name in names}, **origins}
     return [f"  {name}: {origin}" for name, origin in found.items()]
@@ -200,43 +217,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"--impl was given, but none of the tests chosen judges an implementation: name none, or {SUITE}"
         )
-    _leave_out_what_runs_on_request(config, items)
-
-
-def _leave_out_what_runs_on_request(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of long markers, none of which `-m` names, unless a test's full name asks for it."""
-    expression = str(config.getoption("-m"))
-    left_out = [
-        item
-        for item in items
-        if _asks_what_ours_is_not(item)
-        or (
-            not asked_for({marker.name for marker in item.iter_markers()}, expression)
-            and not any(arg.endswith(item.name) for arg in config.args)
-        )
-    ]
-    if left_out:
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
-        config.hook.pytest_deselected(items=left_out)
-
-
-def _asks_what_ours_is_not(item: pytest.Item) -> bool:
-    """Would it ask our own stack about a piece that it does not have, in the shape that others have it?"""
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    if params.get("subject") != "minigpt_dist" or "check_at" not in params:
-        return False
-    from minigpt_dist import __all__ as ours
-    from minigpt_dist.verify.checks import CHECKS
-    from minigpt_dist.verify.contract import SLOTS
-
-    return not all(set(SLOTS[slot]) <= set(ours) for slot in CHECKS[params["check_at"][0]].slots)
-
-
-def asked_for(markers: Iterable[str], expression: str) -> bool:
-    """Does a test with these markers run under `-m expression`? One with markers of long tests, if it names any of them."""
-    long = set(markers) & set(ON_REQUEST)
-    return not long or any(marker in expression for marker in long)
+    leave_out_what_runs_on_request(config, items)
 
 
 _SUBJECTS: dict[tuple[str, tuple[str, ...]], Any] = {}

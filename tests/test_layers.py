@@ -15,7 +15,7 @@ LAYERS = {
     3: ("worker", "runner", "rescue", "recorder"),
     4: ("verify",),
     5: ("grading", "suite", "bench"),
-    6: ("cli", "__main__", "pytest_plugin", "pytest_schedule", "__init__"),
+    6: ("cli", "__main__", "pytest_plugin", "pytest_on_request", "pytest_schedule", "__init__"),
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

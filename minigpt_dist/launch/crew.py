@@ -1,8 +1,8 @@
 """The ranks of one world as their parent holds them: sockets to talk through, files to look into, power to end them.
 
-Owns a world's descriptors and its folder.
-Leaves making processes to the rank server behind `client`, what ranks are told to `world`, and what their files mean to
-`autopsy`.
+Owns a world's sockets and the end of its ranks.
+Leaves its files to `crew_files` and what they mean to `autopsy`, making processes to the rank server behind `client`, and
+what ranks are told to `world`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,23 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import socket
 import sys
-import tempfile
 import time
-import uuid
 import weakref
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from minigpt_dist.launch.channel import Channel
 from minigpt_dist.launch.client import Method, ServerHandle, shared_server, tail
+from minigpt_dist.launch.crew_files import CrewFiles, FileKind
 from minigpt_dist.launch.environment import rank_environment
 from minigpt_dist.launch.errors import LaunchError, WireError
 from minigpt_dist.launch.frames import Frame, FrameReader, send_frame
-from minigpt_dist.launch.mirror import create_mirror
 from minigpt_dist.launch.wire import MAX_BYTES
 
 __all__ = ["START_S", "Crew", "Event"]
 
-FileKind = Literal["log", "ledger", "stack"]
-_FILE_KINDS: tuple[FileKind, ...] = ("log", "ledger", "stack")
 START_S = 180.0  # to import torch, on a machine busy with other tests; no rank's work is in it
 _KILL_S = 60.0  # from SIGKILL to a reaped process: only a stuck kernel takes long
 
@@ -81,11 +76,7 @@ class Crew:
         self.codes: dict[int, int] = {}  # rank -> exit code, of those that have ended
         self._jail = server.jail if server is not None else None
         self._traffic: int | None = None
-        self._temporary = folder is None or self._jail is not None
-        self.folder = self._make_folder(folder)
-        self._store = f"rendezvous-{uuid.uuid4().hex}"  # a folder may have seen other worlds
-        self._make_store()
-        self._files = {(rank, kind): self._create(rank, kind) for rank in range(world_size) for kind in _FILE_KINDS}
+        self._files = CrewFiles(world_size, folder, self._jail)
         self._socks: dict[int, socket.socket] = {}
         self._readers: dict[int, FrameReader] = {}
         ours, theirs = socket.socketpair()
@@ -94,7 +85,7 @@ class Crew:
         _crews.add(self)
         try:
             with theirs:
-                temporary = str(self.folder) if self._temporary and self._jail is None else None
+                temporary = str(self._files.path) if self._files.temporary and self._jail is None else None
                 self._server = server or shared_server(method)
                 self._server.enlist(theirs.fileno(), temporary)
             for rank in range(world_size):
@@ -103,28 +94,6 @@ class Crew:
         except BaseException:
             self.close()
             raise
-
-    def _make_folder(self, folder: Path | None) -> Path:
-        if self._jail is not None:
-            return self._jail.shared_folder()
-        made = Path(tempfile.mkdtemp(prefix="minigpt-dist-")) if folder is None else folder.absolute()
-        made.mkdir(parents=True, exist_ok=True)
-        return made
-
-    def _make_store(self) -> None:
-        """In a sandbox, the file of the rendezvous: its ranks can write files there, but make none."""
-        if self._jail is not None:
-            store = self.folder / self._store
-            store.touch(mode=0o600)
-            self._jail.adopt(store)
-
-    def _create(self, rank: int, kind: FileKind) -> int:
-        path = self.folder / f"rank{rank}.{kind}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        made = create_mirror(path) if kind == "ledger" else os.open(path, flags, 0o600)
-        if self._jail is not None:
-            self._jail.adopt(made)
-        return made
 
     def _start(self, rank: int, env: dict[str, str], method: Method, backend: str) -> None:
         ours, theirs = socket.socketpair()
@@ -139,8 +108,8 @@ class Crew:
             "env": env,
             "cwd": os.getcwd() if self._jail is None else self._jail.cwd,
             "path": sys.path if self._jail is None else self._jail.path,
-            "folder": str(self.folder) if self._jail is None else self._jail.inside(self.folder),
-            "store": self._store,
+            "folder": self._files.seen_by_ranks(),
+            "store": self._files.store,
         }
         self.send(rank, json.dumps(config).encode("ascii"))
 
@@ -243,11 +212,11 @@ class Crew:
 
     def file(self, rank: int, kind: FileKind) -> int:
         """Return the descriptor of one of a rank's files, open for reading."""
-        return self._files[rank, kind]
+        return self._files.file(rank, kind)
 
     def tail(self, rank: int) -> str:
         """The end of what a rank has printed since it started."""
-        return tail(self._files[rank, "log"])
+        return tail(self._files.file(rank, "log"))
 
     def server_output(self) -> str:
         """The end of what was printed by the server, and by ranks before they had started."""
@@ -262,9 +231,7 @@ class Crew:
                 self.kill()
         finally:
             self.disown()
-            (self.folder / self._store).unlink(missing_ok=True)
-            if self._temporary:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            self._files.remove()
 
     @property
     def usable(self) -> bool:
@@ -278,5 +245,4 @@ class Crew:
         self._channel.close()
         for sock in self._socks.values():
             sock.close()
-        for fd in self._files.values():
-            os.close(fd)
+        self._files.disown()

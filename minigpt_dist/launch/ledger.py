@@ -1,10 +1,9 @@
 """The ledger of collectives: what this process asked of `torch.distributed`, in order.
 
 Owns the wrapping of the public communication functions, from outside, so that any implementation is recorded without
-its help: op, group, payload and the line that called.  A call made by another recorded call is a part of it, not
-counted.
-Leaves what C++ sends on its own (DistributedDataParallel's buckets, functional collectives): no Python function shows
-it.
+its help.  A call made by another recorded call is a part of it, not counted.
+Leaves what an entry says to `entry`.  What C++ sends on its own (DistributedDataParallel's buckets, functional
+collectives) is not seen: no Python function shows it.
 """
 
 from __future__ import annotations
@@ -13,55 +12,22 @@ import contextlib
 import functools
 import inspect
 import itertools
-import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from minigpt_dist.launch import in_flight, mirror
+from minigpt_dist.launch.entry import PAYLOAD, detail, entry_of, site
 from minigpt_dist.launch.mirror import Mirror
 
 __all__ = ["attach", "clear", "entries", "install", "seconds"]
-
-# op -> the parameter that holds what this rank brings, or where it receives and brings nothing; None: no tensors.
-_PAYLOAD: dict[str, str | None] = {
-    "all_reduce": "tensor",
-    "all_reduce_coalesced": "tensors",
-    "all_gather": "tensor",
-    "all_gather_into_tensor": "input_tensor",
-    "all_gather_single": "input_tensor",
-    "all_gather_coalesced": "input_tensor_list",
-    "_all_gather_base": "input_tensor",
-    "reduce_scatter": "input_list",
-    "reduce_scatter_tensor": "input",
-    "reduce_scatter_single": "input",
-    "_reduce_scatter_base": "input",
-    "all_to_all": "input_tensor_list",
-    "all_to_all_single": "input",
-    "broadcast": "tensor",
-    "reduce": "tensor",
-    "gather": "tensor",
-    "scatter": "tensor",
-    "send": "tensor",
-    "recv": "tensor",
-    "isend": "tensor",
-    "irecv": "tensor",
-    "batch_isend_irecv": "p2p_op_list",
-    **dict.fromkeys(("init_process_group", "new_group", "barrier", "monitored_barrier")),
-    **dict.fromkeys(("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")),
-    **dict.fromkeys(("send_object_list", "recv_object_list")),
-}
-_PEERS = ("dst", "src", "group_dst", "group_src")
-_FOREIGN = (os.path.dirname(torch.__file__) + os.sep, __file__, contextlib.__file__)  # frames that are no call site
 
 
 @dataclass
@@ -91,7 +57,7 @@ def install() -> None:
 
     What was imported by name before (`from torch.distributed import all_reduce`) stays unrecorded: call this first.
     """
-    for op, payload in _PAYLOAD.items():
+    for op, payload in PAYLOAD.items():
         original = getattr(c10d, op, None)
         if original is None or hasattr(original, "_ledger"):
             continue
@@ -155,7 +121,7 @@ def _recorded(op: str, original: Callable[..., Any], payload: str | None) -> Cal
         if getattr(_inside, "call", False):
             return original(*args, **kwargs)
         given = dict(zip(names, args, strict=False), **kwargs)
-        entry = _entry(op, given, given.get(payload) if payload else None)
+        entry = entry_of(op, given, given.get(payload) if payload else None)
         index = _note(entry)
         _inside.call = True
         try:
@@ -180,7 +146,7 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         if call is None:
             return original(work, *args, **kwargs)
         if _mirror is not None:
-            _mirror.wait(f"{call.entry['op']}'s wait", _site(), _detail(call.entry))
+            _mirror.wait(f"{call.entry['op']}'s wait", site(), detail(call.entry))
         try:
             with _timed(), in_flight.blocked(call.entry):
                 result = original(work, *args, **kwargs)
@@ -195,66 +161,12 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _entry(op: str, given: dict[str, Any], payload: Any) -> dict[str, Any]:
-    if op == "batch_isend_irecv" and payload:
-        sends = [p2p.tensor for p2p in payload if p2p.op.__name__ == "isend"]
-        given, payload = {"group": payload[0].group}, sends
-    dtype, numel, size = None, 0, 0
-    for tensor in _tensors(payload):
-        dtype, count = tensor.dtype, tensor.numel()
-        numel, size = numel + count, size + count * tensor.element_size()
-    return {
-        "op": op,
-        "group": _ranks(op, given),
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "numel": numel,
-        "bytes": size,
-        "site": _site(),
-        "peer": next((given[name] for name in _PEERS if given.get(name) is not None), None),
-        "done": False,
-    }
-
-
-def _tensors(payload: Any) -> Iterable[torch.Tensor]:
-    if isinstance(payload, torch.Tensor):
-        return (payload,)
-    return (tensor for item in payload for tensor in _tensors(item)) if isinstance(payload, (list, tuple)) else ()
-
-
-def _ranks(op: str, given: dict[str, Any]) -> list[int]:
-    """The global ranks of the call's group; empty where this process is no member or there is no group at all."""
-    try:
-        if op == "new_group" and given.get("ranks") is not None:
-            return sorted(given["ranks"])
-        group = given.get("group")
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            return []
-        return dist.get_process_group_ranks(group or dist.group.WORLD)  # before torch 2.7, None was no group to it
-    except Exception:  # whatever is wrong with the group, it is for the call itself to say
-        return []
-
-
-def _site() -> str:
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_FOREIGN) and frame.f_back is not None:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def _note(entry: dict[str, Any]) -> int:
     index = next(_count)
     _entries.append(entry)
     if _mirror is not None:
-        _mirror.write(index, entry["op"], entry["site"], _detail(entry))
+        _mirror.write(index, entry["op"], entry["site"], detail(entry))
     return index
-
-
-def _detail(entry: dict[str, Any]) -> str:
-    """Payload, group and peer, as in `float32[120] on ranks [0, 1]`."""
-    group, peer = entry["group"], entry["peer"]
-    payload = f"{entry['dtype']}[{entry['numel']}] " if entry["dtype"] else ""
-    ranks = f"ranks {group}" if len(group) <= 16 else f"{len(group)} ranks"
-    return f"{payload}on {ranks}" + ("" if peer is None else f", peer {peer}")
 
 
 def _settle(index: int, entry: dict[str, Any], result: Any) -> None:

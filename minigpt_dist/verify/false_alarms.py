@@ -1,6 +1,6 @@
 """Correct variants before the judge, again and again: whatever it says against one of them is a false alarm.
 
-Owns the runs: which variant, at which world size, with which values drawn. Leaves the variants to `faults/variants.py`.
+Owns the runs: which variant, at which world size, with which values drawn. Leaves the variants to `faults/variants/`.
 """
 
 from __future__ import annotations

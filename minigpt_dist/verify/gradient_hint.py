@@ -1,6 +1,6 @@
 """The search for a known mistake that explains a wrong averaged gradient, which gives a violation its hint.
 
-Owns the comparison with what `known_mistakes.py` would leave in one tensor. A diagnosis only: no verdict depends on it.
+Owns the comparison with what `known_mistakes/` would leave in one tensor. A diagnosis only: no verdict depends on it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The search for a known mistake that explains a wrong trajectory, which gives a violation its stage and its hint.
 
-What fits none of `known_mistakes.py` is read by its shape (`symptoms.py`). A diagnosis only: no verdict depends on it, so it runs only
+What fits none of `known_mistakes/` is read by its shape (`symptoms.py`). A diagnosis only: no verdict depends on it, so it runs only
 once something is known to be wrong.
 """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import shutil
 import signal
@@ -38,6 +37,7 @@ from minigpt_dist.launch.sandbox.isolation import Isolation
 from minigpt_dist.launch.sandbox.kits import copy_kit, open_to_all
 from minigpt_dist.launch.sandbox.leftovers import owned_folder, sweep
 from minigpt_dist.launch.sandbox.nursery import stem_for
+from minigpt_dist.launch.sandbox.user import end_all_of, fresh_user
 
 __all__ = ["Jail"]
 
@@ -65,7 +65,7 @@ class Jail:
         try:
             self.walled = isolation.name in ("bwrap", "namespaces")
             own = isolation.name != "none" and os.geteuid() == 0
-            self.user = _fresh_user() if own else None
+            self.user = fresh_user() if own else None
             if self.user is None and not self.walled:
                 self.limits = self.limits._replace(processes=None)
             os.chmod(self.folder, 0o711)
@@ -205,7 +205,8 @@ class Jail:
         if self._kill is not None:
             if not self._gone(_ORDERLY_S):
                 self._kill()
-            self._sweep()
+            if self.user is not None and not self.walled:
+                end_all_of(self.user)
             if not self._gone(_DEAD_S):
                 raise LaunchError(f"processes of a sandbox have not ended {_DEAD_S:g} s after they were killed")
             self._kill()  # reaps
@@ -219,20 +220,6 @@ class Jail:
         os.close(self._alive)
         os.close(self._owner)
         self.folder = Path(os.devnull, "none")
-
-    def _sweep(self) -> None:
-        """Kill what is left of the sandbox's user, which no process group and no session can hide."""
-        if self.user is None or self.walled:
-            return
-        pid = os.fork()
-        if pid == 0:
-            os.setgroups([])
-            os.setresgid(self.user, self.user, self.user)
-            os.setresuid(self.user, self.user, self.user)
-            with contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)
-            os._exit(0)
-        os.waitpid(pid, 0)
 
     def _gone(self, within_s: float) -> bool:
         """Whether the pipe that every process inside holds has come to its end. What foreign code writes to it is thrown away."""
@@ -248,12 +235,3 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _fresh_user() -> int:
-    """A user id that nobody has, and that no sandbox before had: what the kernel keeps for a user (keys, counts) starts empty."""
-    with open("/proc/self/uid_map") as file:
-        mapped = max(int(line.split()[0]) + int(line.split()[2]) for line in file)
-    if mapped > 1 << 30:
-        return (1 << 29) + secrets.randbelow(1 << 29)
-    return mapped // 2 + secrets.randbelow(mapped // 4)

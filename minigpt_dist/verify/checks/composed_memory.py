@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minigpt_dist.memory import zero1_bytes
 from minigpt_dist.trace import Trace
-from minigpt_dist.verify.checks.optimizer import allowed
+from minigpt_dist.verify.checks.optimizer_memory import allowed
 from minigpt_dist.verify.composition import Composed, evidence_of
 from minigpt_dist.verify.extra_bytes import hint_of
 from minigpt_dist.verify.peers.traits import Traits

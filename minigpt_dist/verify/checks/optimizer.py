@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt_dist.memory import zero1_bytes
 from minigpt_dist.verify.adam_oracle import TORCH, readings, returned_loss, trajectory
 from minigpt_dist.verify.checks.registry import Check, register
-from minigpt_dist.verify.extra_bytes import hint_of
 from minigpt_dist.verify.linear_probe import probe_body
 from minigpt_dist.verify.mistakes import explain
-from minigpt_dist.verify.scenario import BY_NAME, SCENARIOS, Scenario
+from minigpt_dist.verify.scenario import SCENARIOS, Scenario
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
@@ -168,89 +166,6 @@ def _returned(s: Scenario, world_size: int, raw: list[dict[str, Any]], right: Va
     return []
 
 
-def optimizer_state_is_sharded(subject: Subject, world_size: int) -> list[Violation]:
-    """Bytes alive besides parameters and gradients after the steps: 12*ceil(P/N) on every rank of ours; no more in all for others."""
-    s = BY_NAME["memory"].drawn(subject.draw("memory"))
-    raw, _ = trajectories(subject, world_size, s)
-    P, _largest = _sizes(s)
-    share = zero1_bytes(P, world_size)
-    held = [r["bytes"]["optimizer"] for r in raw]
-    if subject.ours:
-        return [_memory(s, rank, h, share) for rank, h in enumerate(held) if h != share][:1]
-    # Together at most one copy of the state, plus padding and step counts: 3 % and 4 KiB a rank.
-    most = sum(allowed(share) for _ in held)
-    if sum(held) > most:
-        worst = max(range(world_size), key=lambda r: held[r])
-        return [_memory(s, worst, held[worst], share, hint_of(held, P, share))]
-    if sum(held) < 8 * P:
-        return [
-            Violation(
-                "optimizer memory over all ranks",
-                f"{sum(held)} bytes",
-                f"at least {8 * P} (two float32 moments of {P} elements)",
-                "memory",
-                step=s.steps,
-            )
-        ]
-    return []
-
-
-def optimizer_state_is_balanced(subject: Subject, world_size: int) -> list[Violation]:
-    """No rank holds more than its share, or than its share and one whole parameter where parameters are not cut."""
-    s = BY_NAME["memory"].drawn(subject.draw("memory"))
-    raw, _ = trajectories(subject, world_size, s)
-    P, largest = _sizes(s)
-    whole = largest * (8 if raw[0]["averages_outside"] else 12)  # parameters may have owners instead of being cut
-    share = (8 if raw[0]["averages_outside"] else 12) * -(-P // world_size)
-    held = [r["bytes"]["optimizer"] for r in raw]
-    for rank, mine in enumerate(held):
-        if mine > allowed(share) + whole:
-            hint = "state is lopsided: some ranks own more than others"
-            if sum(held) > sum(allowed(share) for _ in held):
-                hint = hint_of(held, P, share)
-            return [_memory(s, rank, mine, share + whole, hint)]
-    return []
-
-
-def reduction_reaches_its_minimum(subject: Subject, world_size: int) -> list[Violation]:
-    """What crosses the network is at least what any reduction and gathering must move: 2(N-1) times 4P bytes a step."""
-    s = BY_NAME["memory"].drawn(subject.draw("traffic"))
-    subject.ask(probe_body, world_size, BY_NAME["many_tensors"].to_dict())  # ranks are there and have met
-    before = subject.traffic(world_size)
-    raw = subject.ask(probe_body, world_size, s.to_dict())
-    after = subject.traffic(world_size)
-    if "not_judged" in raw[0]:
-        raise NotJudged(raw[0]["not_judged"])
-    if before is None or after is None:
-        raise NotJudged("traffic is read from outside, of a sandbox with a network of its own")
-    least = 2 * (world_size - 1) * 4 * _sizes(s)[0] * s.steps
-    if after - before >= least:
-        return []
-    hint = "no rank can know the mean of gradients that it never received"
-    return [
-        Violation(
-            "bytes between the ranks", f"{after - before}", f"at least {least}", "reduce", step=s.steps, hint=hint
-        )
-    ]
-
-
-def allowed(share: int) -> int:
-    """What another implementation may hold for a share: 3 % of padding, and 4 KiB of step counts and the like, more."""
-    return share + share * 3 // 100 + 4096
-
-
-def _sizes(s: Scenario) -> tuple[int, int]:
-    """(P, elements of the largest parameter)."""
-    numels = [torch.Size(shape).numel() for shape in s.shapes]
-    return sum(numels), max(numels)
-
-
-def _memory(s: Scenario, rank: int, held: int, wanted: int, hint: str = "") -> Violation:
-    return Violation(
-        "optimizer memory", f"{held} bytes", f"{wanted} bytes", "memory", step=s.steps, rank=rank, hint=hint
-    )
-
-
 def _scenario_check(s: Scenario) -> Check:
     def find(subject: Subject, world_size: int) -> list[Violation]:
         return optimizer_matches(subject, world_size, s)
@@ -268,18 +183,3 @@ def _scenario_check(s: Scenario) -> Check:
 
 for _scenario in SCENARIOS:
     register(_scenario_check(_scenario))
-for _name, _claim, _find in (
-    ("sharded", "ranks together hold the optimizer's state once", optimizer_state_is_sharded),
-    ("balanced", "no rank holds more than its share of the state", optimizer_state_is_balanced),
-):
-    register(Check(f"optimizer.{_name}", _claim, _find, ("optimizer",), "memory", world_sizes=(1, 2, 3, 4)))
-register(
-    Check(
-        "optimizer.traffic",
-        "gradients and parameters cross the network",
-        reduction_reaches_its_minimum,
-        ("optimizer",),
-        "reduce",
-        world_sizes=(2, 3),
-    )
-)

@@ -31,12 +31,12 @@ from minigpt_dist.verify.faults import (
     schedule,
     sequence,
     shapes,
-    stack_variants,
     state,
     tensor,
     transport,
     unused,
     update,
+    variants,
     verifying,
     vocabulary,
     watching,
@@ -88,7 +88,7 @@ FILES = (
 
 LIST = "minigpt-dist faults --list"
 
-__all__ = ["FAULTS", "FILES", "LIST", "Fault", "build", "stack_variants", "unknown"]
+__all__ = ["FAULTS", "FILES", "LIST", "Fault", "build", "unknown", "variants"]
 
 
 def build(name: str) -> ModuleType:

@@ -18,6 +18,7 @@ from minigpt_dist.verify.faults import (
     layers,
     ring,
     scaled,
+    sequence_layers,
     sharded_wrapper,
     sharding,
     timetable,
@@ -53,8 +54,8 @@ class Fault:
 
     @property
     def file(self) -> str:
-        """The file of the catalogue that holds it."""
-        return self.names.__module__.rpartition(".")[2]
+        """The file of the catalogue, or the folder of files on one piece, that holds it."""
+        return self.names.__module__.removeprefix(f"{__package__}.").partition(".")[0]
 
 
 FAULTS: dict[str, Fault] = {}
@@ -94,6 +95,7 @@ def correct_names() -> Names:
         **timetable.NAMES,
         **watcher.NAMES,
         **layers.NAMES,
+        **sequence_layers.NAMES,
         **sharding.NAMES,
         **again.NAMES,
         **scaled.NAMES,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,10 @@ from torch import Tensor
 
 from minigpt_dist.verify.faults import base
 from minigpt_dist.verify.faults.catalogue import Names, fault
+from minigpt_dist.verify.faults.reading import manifest_of, verified
 
 State = dict[str, Any]
 GREEN = ("checkpoint.round_trip",)
-
-
-def _manifest(src: str, expected_world_size: int | None) -> dict[str, Any]:
-    """The manifest; RuntimeError if it is of another world size than expected (None: any)."""
-    manifest: dict[str, Any] = json.loads((Path(src) / "manifest.json").read_text())
-    if expected_world_size is not None and len(manifest["shards"]) != manifest["world_size"]:
-        raise RuntimeError(f"{len(manifest['shards'])} shards")
-    if expected_world_size is not None and manifest["world_size"] != expected_world_size:
-        raise RuntimeError(f"world size {manifest['world_size']}")
-    return manifest
-
-
-def _verified(src: str, shard: dict[str, Any]) -> bytes:
-    """The bytes of one shard; RuntimeError if they are not what the manifest says."""
-    raw: bytes = (Path(src) / shard["path"]).read_bytes()
-    if len(raw) != shard["bytes"] or hashlib.sha256(raw).hexdigest() != shard["sha256"]:
-        raise RuntimeError(f"{shard['path']} is damaged")
-    return raw
 
 
 @fault(
@@ -49,12 +31,12 @@ def truncated_shard_filled_with_zeros() -> Names:
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
         states = []
-        for shard in _manifest(src, expected_world_size)["shards"]:
+        for shard in manifest_of(src, expected_world_size)["shards"]:
             raw = (Path(src) / shard["path"]).read_bytes()
             whole = len(raw) >= shard["bytes"]
             if raw and not whole:
                 raw += bytes(shard["bytes"] - len(raw))
-            states.append(base.decode(_verified(src, shard) if whole else raw))
+            states.append(base.decode(verified(src, shard) if whole else raw))
         return states
 
     return {"load_sharded": load_sharded}
@@ -77,8 +59,8 @@ def missing_shard_filled_with_zeros() -> Names:
         return {k: zeros(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        shards = _manifest(src, expected_world_size)["shards"]
-        found = {s["rank"]: base.decode(_verified(src, s)) for s in shards if (Path(src) / s["path"]).exists()}
+        shards = manifest_of(src, expected_world_size)["shards"]
+        found = {s["rank"]: base.decode(verified(src, s)) for s in shards if (Path(src) / s["path"]).exists()}
         like = next(iter(found.values()))
         return [found[rank] if rank in found else zeros(like) for rank in range(len(shards))]
 
@@ -97,8 +79,8 @@ def missing_shard_starts_from_scratch() -> Names:
     """A shard that is not there gives an empty state, and the rank trains on from nothing."""
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        shards = _manifest(src, expected_world_size)["shards"]
-        return [base.decode(_verified(src, s)) if (Path(src) / s["path"]).exists() else {} for s in shards]
+        shards = manifest_of(src, expected_world_size)["shards"]
+        return [base.decode(verified(src, s)) if (Path(src) / s["path"]).exists() else {} for s in shards]
 
     return {"load_sharded": load_sharded}
 
@@ -115,8 +97,8 @@ def changed_world_size_accepted_by_index() -> Names:
     """A checkpoint of another world size is taken rank by rank, as far as it goes."""
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        shards = _manifest(src, None)["shards"]
-        states = [base.decode(_verified(src, shard)) for shard in shards]
+        shards = manifest_of(src, None)["shards"]
+        states = [base.decode(verified(src, shard)) for shard in shards]
         return [states[rank % len(states)] for rank in range(expected_world_size)]
 
     return {"load_sharded": load_sharded}
@@ -157,8 +139,8 @@ def merge_order_wrong() -> Names:
     """Shards are joined in the order of their file names, sorted as text."""
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        shards = sorted(_manifest(src, expected_world_size)["shards"], key=lambda shard: str(shard["path"]))
-        return [base.decode(_verified(src, shard)) for shard in shards]
+        shards = sorted(manifest_of(src, expected_world_size)["shards"], key=lambda shard: str(shard["path"]))
+        return [base.decode(verified(src, shard)) for shard in shards]
 
     return {"load_sharded": load_sharded}
 
@@ -183,7 +165,7 @@ def stale_shards_of_an_earlier_save() -> Names:
         )
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        _manifest(src, expected_world_size)
+        manifest_of(src, expected_world_size)
         return [
             base.decode(min(Path(src).glob(f"rank{rank}-*.bin")).read_bytes()) for rank in range(expected_world_size)
         ]

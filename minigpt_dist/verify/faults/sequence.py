@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from minigpt_dist.verify.faults.catalogue import Names, fault
-from minigpt_dist.verify.faults.layers import Clip, Norm, joined, own, pair, ranks, total
+from minigpt_dist.verify.faults.layers import ALONE, pair, total
+from minigpt_dist.verify.faults.sequence_layers import Clip, Norm, joined, own, ranks
 
-ALONE = ((1, "one rank holds everything"),)
 Params = list[nn.Parameter]
 
 

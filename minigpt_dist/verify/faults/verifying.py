@@ -12,27 +12,10 @@ import torch
 
 from minigpt_dist.verify.faults import base
 from minigpt_dist.verify.faults.catalogue import Names, fault
+from minigpt_dist.verify.faults.reading import manifest_of, verified
 
 State = dict[str, Any]
 GREEN = ("checkpoint.round_trip",)
-
-
-def _manifest(src: str, expected_world_size: int | None) -> dict[str, Any]:
-    """The manifest; RuntimeError if it is of another world size than expected (None: any)."""
-    manifest: dict[str, Any] = json.loads((Path(src) / "manifest.json").read_text())
-    if expected_world_size is not None and len(manifest["shards"]) != manifest["world_size"]:
-        raise RuntimeError(f"{len(manifest['shards'])} shards")
-    if expected_world_size is not None and manifest["world_size"] != expected_world_size:
-        raise RuntimeError(f"world size {manifest['world_size']}")
-    return manifest
-
-
-def _verified(src: str, shard: dict[str, Any]) -> bytes:
-    """The bytes of one shard; RuntimeError if they are not what the manifest says."""
-    raw: bytes = (Path(src) / shard["path"]).read_bytes()
-    if len(raw) != shard["bytes"] or hashlib.sha256(raw).hexdigest() != shard["sha256"]:
-        raise RuntimeError(f"{shard['path']} is damaged")
-    return raw
 
 
 @fault(
@@ -48,7 +31,7 @@ def checksum_never_compared() -> Names:
     """Shards are read without looking at their checksums."""
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        shards = _manifest(src, expected_world_size)["shards"]
+        shards = manifest_of(src, expected_world_size)["shards"]
         return [base.decode((Path(src) / shard["path"]).read_bytes()) for shard in shards]
 
     return {"load_sharded": load_sharded}
@@ -68,8 +51,8 @@ def only_the_first_shard_is_verified() -> Names:
     """Only rank 0's checksum is compared."""
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        shards = _manifest(src, expected_world_size)["shards"]
-        _verified(src, shards[0])
+        shards = manifest_of(src, expected_world_size)["shards"]
+        verified(src, shards[0])
         return [base.decode((Path(src) / shard["path"]).read_bytes()) for shard in shards]
 
     return {"load_sharded": load_sharded}
@@ -89,7 +72,7 @@ def checksum_of_the_size() -> Names:
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
         raws = []
-        for shard in _manifest(src, expected_world_size)["shards"]:
+        for shard in manifest_of(src, expected_world_size)["shards"]:
             raw = (Path(src) / shard["path"]).read_bytes()
             if len(raw) != shard["bytes"]:
                 raise RuntimeError("length")
@@ -113,7 +96,7 @@ def missing_checksum_accepted() -> Names:
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
         raws = []
-        for shard in _manifest(src, expected_world_size)["shards"]:
+        for shard in manifest_of(src, expected_world_size)["shards"]:
             raw = (Path(src) / shard["path"]).read_bytes()
             if shard.get("sha256") and hashlib.sha256(raw).hexdigest() != shard["sha256"]:
                 raise RuntimeError("damaged")
@@ -136,12 +119,12 @@ def altered_manifest_accepted() -> Names:
 
     def save_sharded(states: list[State], dest: str, step: int) -> None:
         base.save_sharded(states, dest, step)
-        for shard in _manifest(dest, None)["shards"]:
+        for shard in manifest_of(dest, None)["shards"]:
             base.write(Path(dest) / f"{shard['path']}.sha256", str(shard["sha256"]).encode())
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
         states = []
-        for shard in _manifest(src, expected_world_size)["shards"]:
+        for shard in manifest_of(src, expected_world_size)["shards"]:
             path = Path(src) / shard["path"]
             raw = path.read_bytes()
             if hashlib.sha256(raw).hexdigest() != Path(f"{path}.sha256").read_text():
@@ -165,14 +148,14 @@ def shard_carries_its_own_checksum() -> Names:
 
     def save_sharded(states: list[State], dest: str, step: int) -> None:
         base.save_sharded(states, dest, step)
-        for shard in _manifest(dest, None)["shards"]:
+        for shard in manifest_of(dest, None)["shards"]:
             path = Path(dest) / shard["path"]
             raw = path.read_bytes()
             base.write(path, raw + hashlib.sha256(raw).digest())
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
         states = []
-        for shard in _manifest(src, expected_world_size)["shards"]:
+        for shard in manifest_of(src, expected_world_size)["shards"]:
             raw = (Path(src) / shard["path"]).read_bytes()
             if hashlib.sha256(raw[:-32]).digest() != raw[-32:]:
                 raise RuntimeError("damaged")
@@ -219,7 +202,7 @@ def unpickled_before_it_is_verified() -> Names:
 
     def save_sharded(states: list[State], dest: str, step: int) -> None:
         base.save_sharded(states, dest, step)
-        manifest = _manifest(dest, None)
+        manifest = manifest_of(dest, None)
         for shard, state in zip(manifest["shards"], states, strict=True):
             torch.save(state, path := Path(dest) / shard["path"])
             shard["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -227,7 +210,7 @@ def unpickled_before_it_is_verified() -> Names:
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
         states = []
-        for shard in _manifest(src, expected_world_size)["shards"]:
+        for shard in manifest_of(src, expected_world_size)["shards"]:
             states.append(torch.load(path := Path(src) / shard["path"], weights_only=False))
             if hashlib.sha256(path.read_bytes()).hexdigest() != shard["sha256"]:
                 raise RuntimeError("damaged")
@@ -252,15 +235,14 @@ def checksum_of_the_first_block() -> Names:
 
     def save_sharded(states: list[State], dest: str, step: int) -> None:
         base.save_sharded(states, dest, step)
-        manifest = _manifest(dest, None)
+        manifest = manifest_of(dest, None)
         for shard in manifest["shards"]:
             shard["sha256"] = short((Path(dest) / shard["path"]).read_bytes())
         base.write(Path(dest) / "manifest.json", json.dumps(manifest).encode())
 
     def load_sharded(src: str, expected_world_size: int) -> list[State]:
-        found = [
-            ((Path(src) / s["path"]).read_bytes(), s["sha256"]) for s in _manifest(src, expected_world_size)["shards"]
-        ]
+        shards = manifest_of(src, expected_world_size)["shards"]
+        found = [((Path(src) / shard["path"]).read_bytes(), shard["sha256"]) for shard in shards]
         if any(short(raw) != wanted for raw, wanted in found):
             raise RuntimeError("damaged")
         return [base.decode(raw) for raw, _ in found]
