@@ -153,7 +153,7 @@ class LaunchedSubject(Subject):
         result: list[Any] = job.agreed(lambda: super(LaunchedSubject, self).run(body, world_size, *args))
         return result
 
-    def ask(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    def ask(self, body: Callable[..., Any], world_size: int, *args: Any, deadline_s: float | None = None) -> list[Any]:
         return self.run(body, world_size, *args)
 
 

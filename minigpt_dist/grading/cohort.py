@@ -21,7 +21,7 @@ from typing import Any
 
 from minigpt_dist.grading.archive import ArchiveError, extract
 from minigpt_dist.grading.submission import is_spec, only_folder
-from minigpt_dist.verify.loading import ENTRIES
+from minigpt_dist.verify.entries import ENTRIES
 
 MAX_ENTRANTS = 2000
 IGNORED = ("__pycache__", "__MACOSX")
@@ -93,7 +93,7 @@ def _within(folder: Path) -> list[str]:
         return []
     handed_in = [p for p in inside if p.is_dir() or p.suffix.lower() in HANDED_IN]
     single = len(handed_in) == 1 and handed_in[0].suffix == ".py"
-    if single or any(p.name in ENTRIES for p in inside if p.is_file()):
+    if single or any((folder / name).is_file() for name in ENTRIES):
         return []
     return [str(p) for p in handed_in]
 

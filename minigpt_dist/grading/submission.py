@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minigpt_dist.grading.archive import ArchiveError, extract
-from minigpt_dist.verify.loading import entry_of
+from minigpt_dist.verify.entries import entry_of
 
 MAX_ENTRY = 4 << 20  # bytes of the file that is imported
 MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 << 20, 4000, 50

@@ -18,13 +18,16 @@ from types import ModuleType
 from typing import Any
 
 from minigpt_dist.verify import as_written
-from minigpt_dist.verify.loading import load_path
+from minigpt_dist.verify.absent_cuda import stand_in_for_cuda
+from minigpt_dist.verify.loading import complete, load_path
 from minigpt_dist.verify.shapes import (
     FSDP_FINISH,
+    data_parallel_calls,
     find_data_parallel,
     find_fully_sharded,
     find_sharded_optimizer,
     finish_function,
+    offered,
     takes_optimizer_class,
 )
 
@@ -129,8 +132,7 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     found.extras.setdefault("ours", spec == OURS)
     torch_shape = dict(zip(BY_SHAPE, (f(module) for f in FINDERS), strict=True))
     asked = [slot for slot in SLOTS if slot in slots or not asked_by_name(slot, spec)]
-    lesson = [n for s in asked if s not in WRAPPERS for n in SLOTS[s] if callable(getattr(module, n, None))]
-    if not lesson or (lesson == ["ZeroOptimizer"] and torch_shape["optimizer"] is not None):
+    if _torchs_shape(module, spec, slots):
         found.shape = "torch"
         slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
         slots = slots or tuple(s for s in WRAPPERS if any(is_torchs(getattr(module, n, None)) for n in SLOTS[s]))
@@ -138,7 +140,7 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
             raise ValueError(
                 f"{spec} offers nothing of the contract: none of {', '.join(n for names in SLOTS.values() for n in names)}"
             )
-        found.extras["finish"] = finish_function(module)
+        found.extras["start"], found.extras["finish"] = data_parallel_calls(module)
     found.extras["fsdp"] = module, finish_function(module, FSDP_FINISH)
     looked_for = [slot for slot in SLOTS if slot in asked or slot in slots]
     own = importlib.import_module(OURS)
@@ -155,6 +157,13 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     for name in found.extras.get("stood_in", ()):
         found.origins[f"import {name}"] = as_written.SAID if name == as_written.NAME else STOOD_IN
     return found
+
+
+def _torchs_shape(module: ModuleType, spec: str, slots: tuple[str, ...] = ()) -> bool:
+    """Has the module none of the lesson's own names for what is asked of it, or only one that it gave an optimizer of torch's shape?"""
+    asked = [slot for slot in SLOTS if slot in slots or not asked_by_name(slot, spec)]
+    lesson = [n for s in asked if s not in WRAPPERS for n in SLOTS[s] if callable(getattr(module, n, None))]
+    return not lesson or (lesson == ["ZeroOptimizer"] and find_sharded_optimizer(module) is not None)
 
 
 def is_torchs(value: Any) -> bool:
@@ -202,7 +211,10 @@ def load_module(spec: str) -> ModuleType:
         return peers.build(spec.removeprefix("peer:"))  # type: ignore[no-any-return]  # as above
     path = Path(spec)
     if path.suffix == ".py" or path.is_dir() or "/" in spec:
+        stand_in_for_cuda()
         module, stood_in = load_path(path)
+        if path.is_dir() and _torchs_shape(module, spec) and not all(offered(find(module)) for find in FINDERS):
+            complete(module, path, stood_in)
         module.__dict__.setdefault("EXTRAS", {"stood_in": stood_in})
         return module
     try:

@@ -14,7 +14,7 @@ from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import digest, tensor_bytes
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.linear_probe import LinearModel, weights_for
-from minigpt_dist.verify.plug import build_wrapper, finish
+from minigpt_dist.verify.plug import begin, build_wrapper, finish
 from minigpt_dist.verify.scenario import Scenario
 
 
@@ -70,6 +70,8 @@ def ddp_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[str,
     start = [tensor_bytes(p) for p in model.params]
     gradients = []
     for step in range(1, s.steps + 1):
+        for each in (wrapper, other) if other is not None else (wrapper,):
+            begin(impl, each)
         model.zero_grad()
         if other is not None:
             _backward(impl, other, model, weights_for(s, step + 1, rank, 0, N))

@@ -17,7 +17,6 @@ from minigpt_dist.memory import baseline, live_tensors
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.runner import Pieces
 from minigpt_dist.trace import leaves, tensor_bytes
-from minigpt_dist.verify import as_written
 from minigpt_dist.verify.checkpoint_files import Files
 from minigpt_dist.verify.composed_probe import run_with
 from minigpt_dist.verify.contract import Implementation, resolve
@@ -25,6 +24,7 @@ from minigpt_dist.verify.in_flight import InFlight
 from minigpt_dist.verify.plug import build_model, load_state, save_state
 from minigpt_dist.verify.sharded_model import NAME, ShardedModel, ShardOptimizer
 from minigpt_dist.verify.sharded_scenario import LR, ShardScenario, loss_of, seeded
+from minigpt_dist.verify.stand_ins import layers_given
 
 ABSENT = {"not_judged": "there is no fully sharded wrapper"}
 
@@ -39,7 +39,7 @@ def scenario_body(spec: str, slots: list[str], scenario: dict[str, Any], rank_se
     impl, s, rank = _found(spec, slots), ShardScenario(**scenario), world()[1]
     if impl is None:
         return ABSENT
-    if s.bias and {*impl.extras.get("stood_in", ())} - {as_written.NAME}:
+    if s.bias and "Linear" in layers_given:
         return {"not_judged": "its Linear is of a package that is not here, and may have no bias"}
     module = seeded(s, s.seed + rank_seeds * rank)
     model = ShardedModel(impl, module)

@@ -127,12 +127,18 @@ class _Run:
         counts["optimizer"] += hidden_bytes([*self.hidden, *own], self.model)
         return counts
 
+    def _drop_leftovers(self, model: LinearModel) -> None:
+        for p in model.params if self.impl.averages_outside and not self.s.zeroing else ():
+            if p.grad is not None and bool(p.grad.any()):
+                p.grad = None
+
     def _step(self, model: LinearModel, optimizer: Any, step: int) -> float | None:
         if step not in self.s.keep_grads_before:
             if self.s.model_zero_grad:
                 model.zero_grad()
             else:
                 optimizer.zero_grad()
+                self._drop_leftovers(model)
 
         def run() -> float:
             total = 0.0
@@ -191,10 +197,17 @@ def probe_body(spec: str, slots: list[str], scenario: dict[str, Any]) -> dict[st
     """Run one scenario on this rank: its trajectory, or why it cannot be put to this implementation."""
     impl = resolve(spec, tuple(slots))
     s = Scenario.from_dict(scenario)
-    missing = sorted(s.needs() - abilities(impl))
-    if missing:
-        return {"not_judged": f"no way to set {', '.join(missing)}"}
     try:
-        return _Run(impl, s).trajectory()
+        _require(impl, s)
+        run = _Run(impl, s)
+        _require(impl, s)  # now that it is known what a function makes
+        return run.trajectory()
     except NotSupportedError as error:
         return {"not_judged": str(error)}
+
+
+def _require(impl: Implementation, s: Scenario) -> None:
+    """NotSupportedError for a scenario that needs what the implementation lacks."""
+    missing = sorted(s.needs() - abilities(impl))
+    if missing:
+        raise NotSupportedError(f"no way to set {', '.join(missing)}")

@@ -1,43 +1,30 @@
 """Importing a submission by path, from any folder, as its author meant it and without letting it take anything over.
 
-Owns finding the entry of a folder, relative imports and siblings, and stand-ins for packages that are not installed here and that the
-pieces under judgement may never touch (triton, wandb, ...). Leaves what the module offers to `contract.py`.
+Owns relative imports and siblings, and when a package that is not here gets a stand-in (`stand_ins.py`). Leaves which files are loaded
+to `entries.py`, and what the module offers to `contract.py`.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from torch import nn
 
 from minigpt_dist.verify import as_written
+from minigpt_dist.verify.entries import entry_of, further_files
+from minigpt_dist.verify.stand_ins import StandInModule, stand_in, stand_in_version
 
-ENTRIES = ("adapters.py", "__init__.py", "solution.py", "submission.py", "main.py")
 MAX_STAND_INS = 20
-# Layers that a course gives in a package of its own, and that a submission knows modules by: torch's stand for them.
-TORCHS_LAYERS = ("Linear", "Embedding", "LayerNorm", "RMSNorm")
+# Words in the names of functions and classes that belong to what is judged.
+PIECES = ("ddp", "parallel", "fsdp", "shard", "zero", "optim")
 NEVER_SHADOWED = ("submission", "torch", "minigpt_dist")
-
-
-def entry_of(path: Path) -> Path:
-    """The file to load: the path itself, or a folder's entry. ValueError if there is none."""
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise ValueError(f"implementation {str(path)!r} is not there")
-    entries = [path / name for name in ENTRIES if (path / name).is_file()]
-    single = sorted(path.glob("*.py"))
-    if not entries and len(single) != 1:
-        raise ValueError(
-            f"folder {str(path)!r} has none of {', '.join(ENTRIES)}, but should have one, or a single .py file"
-        )
-    return entries[0] if entries else single[0]
 
 
 def load_path(path: Path) -> tuple[ModuleType, list[str]]:
@@ -48,51 +35,124 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     found in its place lacks what the submission imports from it. An import that
     the submission itself guards (`try: import triton`) fails as it would without us; one that it does not guard gets a stand-in.
     """
-    entry, before = entry_of(path.resolve()), {*sys.modules}
-    sys.path.append(str(entry.parent))
+    path = path.resolve()
+    entry, before = entry_of(path), {*sys.modules}
+    folder = path if path.is_dir() else entry.parent
+    sys.path.extend(dict.fromkeys((str(entry.parent), str(folder))))
     stood_in: list[str] = []
     shadowing: dict[str, Path] = {}
     compiled = as_written.install()
+    places = path if path.is_dir() and b"sys.path" in entry.read_bytes() else None
+    module = _with_stand_ins(lambda: _execute(entry, shadowing), entry.parent, shadowing, stood_in, places)
+    _prepare_later_imports(folder, before, stood_in)
+    return module, stood_in + [as_written.NAME] * compiled()
+
+
+def complete(module: ModuleType, path: Path, stood_in: list[str]) -> None:
+    """Add to the module of a folder's entry what the folder's other files define, where it has no such name itself.
+
+    A file that cannot be imported adds nothing: it may be a program that is not meant to be. Packages that it lacks join `stood_in`.
+    """
+    folder, before, compiled = path.resolve(), {*sys.modules}, as_written.install()
+    for file in further_files(folder):
+        place = file.relative_to(folder).with_suffix("").parts
+        name = ".".join(place[:-1] if place[-1] == "__init__" else place)
+        with suppress(Exception, SystemExit):
+            found = _with_stand_ins(lambda name=name: importlib.import_module(name), folder, {}, stood_in)  # type: ignore[misc]
+            if getattr(found, "__file__", None) == str(file):
+                for attribute, value in vars(found).items():
+                    vars(module).setdefault(attribute, value)
+    _prepare_later_imports(folder, before, stood_in)
+    if compiled() and as_written.NAME not in stood_in:
+        stood_in.append(as_written.NAME)
+
+
+def _with_stand_ins(
+    load: Callable[[], ModuleType],
+    folder: Path,
+    shadowing: dict[str, Path],
+    stood_in: list[str],
+    places: Path | None = None,
+) -> ModuleType:
+    """What `load` gives, tried again with each package that it lacks stood in for. ImportError for what is no such lack.
+
+    places: a folder in any part of which a module may lie that is not found, as the file puts parts of it on sys.path itself, by names
+    that hold only where its author stood.
+    """
     while True:
         try:
-            module = _execute(entry, shadowing)
-            for name in _absent_in_functions(entry.parent, before):
-                stood_in.append(name)
-                _stand_in(name)
-            return module, stood_in + [as_written.NAME] * compiled()
+            return load()
         except ImportError as error:
-            name = error.name or ""
+            name = _wanted(error)
             top = name.split(".")[0]
-            neighbour = None if top in shadowing or top in NEVER_SHADOWED else _neighbour(top, entry.parent)
+            neighbour = None if top in shadowing or top in NEVER_SHADOWED else _neighbour(top, folder)
             if neighbour is not None:
                 shadowing[top] = neighbour
                 continue
-            absent = isinstance(error, ModuleNotFoundError) and _is_absent(top)
+            absent = (isinstance(error, ModuleNotFoundError) and _is_absent(top)) or _left_out(name)
+            if absent and top == folder.name and top not in sys.modules:
+                package = sys.modules[top] = ModuleType(
+                    top
+                )  # the folder is a package of the submission, by its own name
+                package.__path__ = [str(folder)]
+                continue
+            part = _part_with(top, places) if absent and places is not None else None
+            if part is not None and str(part) not in sys.path:
+                sys.path.append(str(part))
+                continue
             if not absent or name in stood_in or len(stood_in) >= MAX_STAND_INS:
                 raise
             stood_in.append(name)
-            _stand_in(name)
+            if isinstance(error, PackageNotFoundError):
+                stand_in_version(name)
+            else:
+                stand_in(name)
 
 
-def _absent_in_functions(folder: Path, before: set[str]) -> list[str]:
-    """Modules that functions of the submission will import, unguarded, when they are called, and that are not here.
+def _prepare_later_imports(folder: Path, before: set[str], stood_in: list[str]) -> None:
+    """Import the submission's own modules that its pieces will import when they are called, and stand in for packages that are not here.
 
     before: names of modules that were there before it: they are not of its making (our own package, judged by us), or known from
-    the last time.
+    the last time. What cannot be imported is left to the call, which says so.
     """
-    found: dict[str, None] = {}
+    tried: set[str] = set()
+    while fresh := [later for later in _later_imports(folder, before) if later[0] not in tried][:MAX_STAND_INS]:
+        for name, of_a_piece in fresh:
+            tried.add(name)
+            top = name.split(".")[0]
+            if top in NEVER_SHADOWED:
+                continue
+            if _is_absent(top) and _neighbour(top, folder) is None:
+                stood_in.append(name)
+                stand_in(name)
+            elif of_a_piece and _lies_in(_place_of(name), folder):
+                with suppress(Exception, SystemExit):
+                    _with_stand_ins(lambda name=name: importlib.import_module(name), folder, {}, stood_in)  # type: ignore[misc]
+
+
+def _place_of(name: str) -> str:
+    """The file of a module, by its name; "" where there is none."""
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+        return str(spec.origin) if spec is not None else ""
+    return ""
+
+
+def _later_imports(folder: Path, before: set[str]) -> list[tuple[str, bool]]:
+    """(module, whether that is a piece's) for each import, unguarded, in a function of the submission's modules."""
+    found: dict[str, bool] = {}
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "submission" or name not in before]
     for file in {f for m in modules if (f := getattr(m, "__file__", None)) and _lies_in(f, folder)}:
         try:
             tree = ast.parse(Path(file).read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, TypeError):
             continue
-        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        for name in (name for function in functions for name in _imports(function)):
-            top = name.split(".")[0]
-            if top not in NEVER_SHADOWED and _is_absent(top) and _neighbour(top, folder) is None:
-                found[name] = None
-    return list(found)[:MAX_STAND_INS]
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                of_a_piece = any(word in node.name.lower() for word in PIECES)
+                for name in _imports(node):
+                    found[name] = found.get(name, False) or of_a_piece
+    return list(found.items())
 
 
 def _lies_in(file: str, folder: Path) -> bool:
@@ -111,10 +171,23 @@ def _imports(function: ast.AST) -> Iterator[str]:
             yield from _imports(node)
 
 
+def _is_name_of(top: str, folder: Path) -> bool:
+    """Is this how the submission's files call the package that they lie in: does one of them import `top.X`, and is X there?"""
+    wanted = re.compile(rb"\b(?:from|import)\s+%s\.(\w+)" % re.escape(top.encode()))
+    parts = {part.decode() for file in sorted(folder.glob("*.py"))[:400] for part in wanted.findall(file.read_bytes())}
+    return any(_neighbour(part, folder) for part in parts)
+
+
 def _neighbour(top: str, folder: Path) -> Path | None:
     """The module of that name beside the entry, if there is one: another was found first, and lacks what the submission wants of it."""
     places = (folder / top / "__init__.py", folder / f"{top}.py")
     return next((place for place in places if top and place.is_file()), None)
+
+
+def _part_with(top: str, folder: Path) -> Path | None:
+    """The part of a folder that holds a module of that name, the shallowest."""
+    found = [file.parent for file in sorted(folder.rglob(f"{top}.py")) if _lies_in(str(file), folder)]
+    return min(found, key=lambda part: len(part.parts), default=None)
 
 
 def _is_absent(package: str) -> bool:
@@ -122,7 +195,19 @@ def _is_absent(package: str) -> bool:
     if package in ("", "submission"):
         return False
     known = sys.modules.get(package)
-    return isinstance(known, _StandInModule) or (known is None and importlib.util.find_spec(package) is None)
+    return isinstance(known, StandInModule) or (known is None and importlib.util.find_spec(package) is None)
+
+
+def _wanted(error: ImportError) -> str:
+    """The module that was not found, also where it was asked for as a name of its package."""
+    found = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+    return f"{found[2]}.{found[1]}" if found else error.name or ""
+
+
+def _left_out(name: str) -> bool:
+    """Is this a module of a package of the submission's own, that was not handed in? One that an installed package lacks is a mistake."""
+    package = sys.modules.get(name.rpartition(".")[0])
+    return any(_lies_in(place, Path(place).parent) for place in getattr(package, "__path__", ()))
 
 
 def _execute(entry: Path, shadowing: dict[str, Path]) -> ModuleType:
@@ -154,58 +239,3 @@ def _load(name: str, place: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _stand_in(name: str) -> None:
-    """Put a module under `name`, and under its parents, whose every attribute is a `StandIn`."""
-    parts = name.split(".")
-    for i in range(1, len(parts) + 1):
-        full = ".".join(parts[:i])
-        if full not in sys.modules:
-            sys.modules[full] = _StandInModule(full)
-
-
-class _StandInModule(ModuleType):
-    """A module that has every attribute."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in TORCHS_LAYERS:
-            return getattr(nn, name)
-        return StandIn(f"{self.__name__}.{name}")
-
-
-class StandIn:
-    """Stands for anything of an absent package: called, subscripted, used as decorator, context or base class, it does nothing."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        decorated = len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], StandIn)
-        return args[0] if decorated else self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn(f"{self._name}.{name}")
-
-    def __getitem__(self, key: object) -> StandIn:
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (object,) if all(isinstance(b, StandIn) for b in bases) else ()

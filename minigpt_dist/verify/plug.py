@@ -19,10 +19,11 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.parallel.collectives import all_reduce_sum, barrier, world
 from minigpt_dist.runner import Pieces
 from minigpt_dist.verify.contract import Implementation, accepted, accepts
-from minigpt_dist.verify.optimizers import NotSupportedError, own_method
+from minigpt_dist.verify.optimizers import MADE, NotSupportedError, own_method
 from minigpt_dist.verify.portable import pack, unpack
-from minigpt_dist.verify.shapes import finish_of
+from minigpt_dist.verify.shapes import finish_of, required, start_of
 
+BUCKET_MB = 0.01
 SIZES = {
     "vocab": ("vocab", "vocab_size"),
     "embed_dim": ("embed_dim", "n_embd", "dim"),
@@ -61,11 +62,12 @@ def _build_optimizer(impl: Implementation, module: nn.Module, config: TrainConfi
     return build(module, world_size=world_size, rank=rank, **accepted(build, options))
 
 
-def _with_state(optimizer: Any) -> Any:
+def _with_state(impl: Implementation, optimizer: Any) -> Any:
     """An optimizer without any state_dict, or with torch's under a constructor that was never called, is taken to give none.
 
     A run takes the state at every step; what such an optimizer really holds is measured all the same, and resuming is not asked of it.
     """
+    impl.extras[MADE] = type(optimizer)
     if own_method(type(optimizer), "state_dict"):
         return optimizer
     try:
@@ -82,6 +84,7 @@ class Wrapped:
         self.impl = impl
         self.wraps = "DistributedDataParallel" in impl.names and "ddp" in impl.slots
         self.wrapper: Any = None
+        self.begun = False
 
     def start(self, module: nn.Module) -> None:
         """Make all ranks equal: by the wrapper's construction, or by the broadcast."""
@@ -91,6 +94,9 @@ class Wrapped:
             self.impl.require("broadcast_parameters")(module)
 
     def forward(self, module: nn.Module, ids: Tensor) -> Tensor:
+        if self.wrapper is not None and not self.begun:
+            begin(self.impl, self.wrapper)
+            self.begun = True
         out: Tensor = module(ids) if self.wrapper is None else self.wrapper(ids)
         return out
 
@@ -98,6 +104,7 @@ class Wrapped:
         """End the wrapper's averaging; average here for an optimizer that expects it done."""
         if self.wrapper is not None:
             finish(self.impl, self.wrapper)
+            self.begun = False
         elif self.impl.averages_outside:
             average_gradients(module.parameters())
 
@@ -105,8 +112,20 @@ class Wrapped:
 def build_wrapper(impl: Implementation, module: nn.Module) -> Any:
     """The data-parallel wrapper around `module`, with the arguments its constructor has."""
     build = impl.require("DistributedDataParallel")
-    named = {"world_size": world()[0], "rank": world()[1], "bucket_size_mb": 0.01, "bucket_cap_mb": 0.01}
-    return build(module, **accepted(build, named))
+    named = {"world_size": world()[0], "rank": world()[1], "bucket_size_mb": BUCKET_MB, "bucket_cap_mb": BUCKET_MB}
+    sizes = {
+        name: int(BUCKET_MB * 2**20) if "byte" in name else BUCKET_MB for name in required(build) if "bucket" in name
+    }
+    return build(module, **{**sizes, **accepted(build, named)})
+
+
+def begin(impl: Implementation, wrapper: Any) -> None:
+    """The call before a step, if the wrapper has one: the function of an `adapters.py`, or its own method where there is none."""
+    by_function = impl.extras.get("start")
+    if by_function is not None:
+        by_function(wrapper, None)
+    elif impl.extras.get("finish") is None and (call := start_of(wrapper)) is not None:
+        call()
 
 
 def finish(impl: Implementation, wrapper: Any) -> None:
@@ -203,7 +222,7 @@ def pieces_of(impl: Implementation) -> Pieces:
         model=lambda sizes: build_model(impl, sizes),
         corpus=_corpus,
         broadcast=wrapped.start,
-        optimizer=lambda module, config, N, rank: _with_state(_build_optimizer(impl, module, config, N, rank)),
+        optimizer=lambda module, config, N, rank: _with_state(impl, _build_optimizer(impl, module, config, N, rank)),
         save=lambda state, folder, step, config: save_state(impl, state, folder, step),
         load=lambda folder, N, rank: load_state(impl, folder, N, rank),
         forward=wrapped.forward,

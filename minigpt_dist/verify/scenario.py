@@ -28,7 +28,9 @@ class Scenario:
     snapshots: state_dict is called, and what it gives dropped, after every step.
     late: the last tensor joins by add_param_group after step 1. closure: step is given a closure. twice: a second
     optimizer over a second module runs in the same process. keep_grads_before: steps before which zero_grad is not called.
-    model_zero_grad: the module's own is called. transposed: matrices are not contiguous.
+    model_zero_grad: the module's own is called. zeroing: what the optimizer's zero_grad leaves stays there; elsewhere it is dropped,
+    so that an optimizer of torch's shape that zeroes its own parameters alone is wrong in that, and not in all. transposed: matrices
+    are not contiguous.
     mixed: every second tensor is float64. defaults: betas are left to the constructor. census: bytes alive are counted at
     the end. nan_at: step at which the first element of the last rank's gradient is not a number; 0 for never.
     """
@@ -59,6 +61,7 @@ class Scenario:
     twice: bool = False
     keep_grads_before: tuple[int, ...] = ()
     model_zero_grad: bool = False
+    zeroing: bool = False
     transposed: bool = False
     mixed: bool = False
     max_norm: float = 0.0
@@ -185,13 +188,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         steps=2,
     ),
     _s("tied", "a tensor under two names is one parameter", tied=(0,)),
-    _s("backwards", "two backwards before a step add up", backwards=2),
+    _s("backwards", "two backwards before a step add up", backwards=2, zeroing=True),
     _s(
         "keep_grads",
         "without zero_grad gradients add up on every rank, to nothing where there was none",
         keep_grads_before=(2, 3),
         absent=((1, -1), (4, -1)),
         present_from=2,
+        zeroing=True,
     ),
     _s("model_zero_grad", "the model's own zero_grad, which drops the tensors", model_zero_grad=True),
     _s("lr_edit", "an edited learning rate holds from the next step", lr_at=((2, 0.5), (4, 4.0)), steps=5),

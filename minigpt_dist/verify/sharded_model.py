@@ -7,7 +7,6 @@ state for a checkpoint. Leaves reading whole parameters to `whole_parameters.py`
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.verify.contract import Implementation, accepted
-from minigpt_dist.verify.shapes import finish_of
+from minigpt_dist.verify.shapes import finish_of, required
 from minigpt_dist.verify.whole_parameters import Reader
 
 NAME = "FullyShardedDataParallel"
@@ -100,24 +99,20 @@ class ShardedModel(nn.Module):
 def build_sharded(impl: Implementation, module: nn.Module) -> Any:
     """The wrapper around `module`: a class or function of (module, ...), or `fully_shard`, which may change the module in place."""
     build = impl.require(NAME)
-    required = {
+    needed = {
         name: value
         for name, value in {
             **dict.fromkeys(("compute_dtype", "process_group", "group", "mesh")),
             "device": "cpu",
         }.items()
-        if name in _required(build)
+        if name in required(build)
     }
-    options = {**required, **accepted(build, {"world_size": world()[0], "rank": world()[1]})}
+    options = {**needed, **accepted(build, {"world_size": world()[0], "rank": world()[1]})}
     if getattr(build, "__name__", "") == "fully_shard" and hasattr(module, "blocks") and _nests(build, options):
         for block in module.get_submodule("blocks").children():
             build(block, **options)
     built = build(module, **options)
     return module if built is None else built
-
-
-def _required(build: Callable[..., Any]) -> list[str]:
-    return [p.name for p in list(inspect.signature(build).parameters.values())[1:] if p.default is p.empty]
 
 
 def _nests(build: Callable[..., Any], options: dict[str, Any]) -> bool:

@@ -128,12 +128,16 @@ class Subject:
             raise failure
         return value
 
-    def ask(self, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """`body(spec, slots, *args)` on ranks kept alive between questions (a few milliseconds); new ones after a failure."""
+    def ask(self, body: Callable[..., Any], world_size: int, *args: Any, deadline_s: float | None = None) -> list[Any]:
+        """`body(spec, slots, *args)` on ranks kept alive between questions (a few milliseconds); new ones after a failure.
+
+        deadline_s: for this question, where less than for others will do.
+        """
 
         def attempt() -> list[Any]:
             told = self._told()  # first: where the sandbox has died, this starts another, in which the world is to be
-            return self._world(world_size).run(body, *told, *args)
+            world = self._world(world_size)
+            return world.run(body, *told, *args, deadline_s=min(world.deadline_s, deadline_s or world.deadline_s))
 
         return self._within_patience(attempt)
 

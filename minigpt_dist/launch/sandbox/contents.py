@@ -21,6 +21,7 @@ __all__ = ["Contents", "copy_submission", "interpreter_paths", "libraries"]
 LIBRARIES = (
     *("torch", "torchgen", "functorch", "torch.libs", "nvidia", "triton"),
     *("numpy", "numpy.libs", "safetensors", "sympy", "mpmath", "typing_extensions.py"),
+    *("filelock", "fsspec", "jinja2", "markupsafe", "networkx"),  # parts of torch that are asked for at import
 )
 ENTRIES = ("adapters.py", "__init__.py", "solution.py", "submission.py", "main.py")
 FILES = ("/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/localtime", "/etc/nsswitch.conf")

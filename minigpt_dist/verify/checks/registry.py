@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
 from minigpt_dist.verify.blame import stage_of, unwritten
-from minigpt_dist.verify.contract import asked_by_name
+from minigpt_dist.verify.contract import OURS, asked_by_name
 from minigpt_dist.verify.peers import unavailable
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
@@ -37,6 +37,13 @@ class Check:
     exotic: bool = False
     may_stop: bool = False
     through: tuple[str, ...] = ()
+
+
+OTHERS = (
+    "site-packages",
+    "site",
+    OURS,
+)  # folders of code that is not the submission's: a mistake shows there, and is not made there
 
 
 CHECKS: dict[str, Check] = {}
@@ -120,8 +127,9 @@ def broken_run(error: LaunchError, stage: str) -> Violation:
         if unwritten(error):
             hint = "nothing is wrong with it: it still raises NotImplementedError"
             return Violation(unwritten(error), "not written yet", "written", "contract", hint=hint)
-        last = [line.strip() for line in error.traceback.splitlines() if line.strip().startswith("File ")]
-        hint = f"raised at {last[-1]}" if last else ""
+        lines = [line.strip() for line in error.traceback.splitlines() if line.strip().startswith("File ")]
+        last = [line for line in lines if not any(f"/{part}/" in line for part in OTHERS)] or lines
+        hint = f"raised at {last[-1]}" if last and error.kind != "UneditableError" else ""
         return Violation(
             "the run", f"{error.kind}: {error.message}", "free of errors", stage, rank=error.rank, hint=hint
         )
