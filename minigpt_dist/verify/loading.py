@@ -156,8 +156,9 @@ def _later_imports(folder: Path, before: set[str]) -> list[tuple[str, bool]]:
 
 
 def _lies_in(file: str, folder: Path) -> bool:
-    """Is this a file of the submission's own, rather than of an environment that lies in its folder?"""
-    return file.startswith(f"{folder}/") and "site-packages" not in file and not file.startswith(f"{sys.prefix}/")
+    """Is this a file of the submission's own, rather than of the interpreter, or of an environment that lies in its folder?"""
+    installed = (f"{sys.prefix}/", f"{sys.base_prefix}/")
+    return file.startswith(f"{folder}/") and "site-packages" not in file and not file.startswith(installed)
 
 
 def _imports(function: ast.AST) -> Iterator[str]:
