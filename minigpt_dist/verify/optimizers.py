@@ -85,14 +85,13 @@ def _build(impl: Implementation, module: Any, world_size: int, rank: int, s: Sce
 
 
 def grouped(module: nn.Module, s: Scenario) -> Any:
-    """The module itself, or parameter groups where the scenario gives tensors options of their own, as their first tensors lie."""
+    """The module itself, or parameter groups where the scenario gives tensors options of their own; those that it gives none come first."""
     if not s.groups:
         return module
     own = s.own_options()
     params = list(module.parameters())
-    rest = [i for i in range(len(params)) if i not in own]
-    groups = [(rest[0], {"params": [params[i] for i in rest]}), *((i, {"params": [params[i]], **own[i]}) for i in own)]
-    return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
+    rest = [p for i, p in enumerate(params) if i not in own]
+    return [*([{"params": rest}] if rest else []), *({"params": [params[i]], **options} for i, options in own.items())]
 
 
 def scale_decay(optimizer: Any, factor: float) -> None:

@@ -206,6 +206,12 @@ SCENARIOS: tuple[Scenario, ...] = (
         groups=((0, "weight_decay", 0.5), (1, "weight_decay", 0.0)),
         weight_decay=0.25,
     ),
+    _s(
+        "groups_all",
+        "the first group keeps its own options too",
+        groups=tuple((i, "weight_decay", 0.125 * i) for i in range(len(SHAPES))),
+        weight_decay=1.0,
+    ),
     _s("groups_eps", "each group has its eps", groups=((0, "eps", 0.25), (3, "eps", 1e-3))),
     _s("groups_betas", "each group has its betas", groups=((0, "beta1", 0.5), (2, "beta1", 0.0)), steps=5),
     _s("decay_edit", "an edited weight decay holds from the next step", decay_at=((2, 4.0),), weight_decay=0.25),
