@@ -144,7 +144,10 @@ def test_a_run_resumed_on_fewer_ranks_ends_in_the_same_parameters(run: Run, tmp_
         ("--checkpoint-step 1", "checkpoint_step is 1, but should be a step in 3..4, or 0 for no checkpoint"),
         ("--world-size 3", "world_size is 3, but should be one of 1, 2, which divide the 2 micro-batches of a step"),
         ("--dp 4", "world_size is 4, but should be one of 1, 2, which divide the 2 micro-batches of a step"),
-        ("--dp 4 --tp 2", "number of replicas is 4, but should be one of 1, 2, which divide the 2 micro-batches of a step"),
+        (
+            "--dp 4 --tp 2",
+            "number of replicas is 4, but should be one of 1, 2, which divide the 2 micro-batches of a step",
+        ),
         ("--tp 3", "world_size is 2, but should be a multiple of tp (3)"),
         ("--tp 8 --dp 1", "num_heads is 4, but should be a multiple of tp (8)"),
         ("--tp 0", "tp is 0, but should be a whole number of at least 1"),

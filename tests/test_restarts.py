@@ -55,7 +55,9 @@ def once(node: Node, ready: Callable[[], Any]) -> Any:
     while not (found := ready()):
         assert node.process.poll() is None, node.log.read_text()
         assert time.monotonic() < deadline
-        time.sleep(0.005)  # between two looks at another process, until the deadline; nothing is said of how long it takes
+        time.sleep(
+            0.005
+        )  # between two looks at another process, until the deadline; nothing is said of how long it takes
     return found
 
 

@@ -40,10 +40,14 @@ def scenario_body(spec: str, slots: list[str], scenario: dict[str, Any], rank_se
     if s.bias and impl.extras.get("stood_in"):
         return {"not_judged": "its Linear is of a package that is not here, and may have no bias"}
     module = seeded(s, s.seed + rank_seeds * rank)
+    if rank_seeds:
+        with torch.no_grad():
+            for p in module.parameters():  # norms start from constants, whatever the seed
+                p.add_(rank)
     model = ShardedModel(impl, module)
     model.shard()
     states = [_whole(model)]
-    optimizer = ShardOptimizer(model, torch.optim.SGD, lr=LR)
+    optimizer = ShardOptimizer(model, torch.optim.SGD, lr=LR, weight_decay=s.decay)
     for step in range(1, s.steps + 1 if not rank_seeds else 1):
         optimizer.zero_grad()
         _backwards(model, s, step, rank, optimizer)
@@ -56,7 +60,8 @@ def _backwards(model: ShardedModel, s: ShardScenario, step: int, rank: int, opti
     model.resting(step == s.rests)
     for part in range(s.backwards):
         loss_of(model, s, step, rank, part).backward()
-        model.finish(optimizer)
+        if part == s.backwards - 1 or not s.once:
+            model.finish(optimizer)
 
 
 def _whole(model: ShardedModel) -> dict[str, bytes]:

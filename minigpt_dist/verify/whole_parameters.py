@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from minigpt_dist.parallel.collectives import exchange
 from minigpt_dist.trace import own_part, tensor_bytes
+from minigpt_dist.verify.shapes import finish_of
 
 GATHER_FUNCTIONS = (
     "fsdp_gather_full_params",
@@ -161,6 +162,20 @@ def seen_in_forward(wrapper: Any, module: nn.Module, shapes: Shapes, example: Te
     return found
 
 
+def _end_of_step(wrapper: Any, module: nn.Module) -> None:
+    """Call what a wrapper wants called after backward: some clear then what a forward left. Gradients are as they were afterwards."""
+    kept = [(p, p.grad) for p in module.parameters()]
+    for p, _ in kept:
+        p.grad = None
+    call = finish_of(wrapper)
+    with suppress(Exception):  # of the submission's own: there was no backward for it to finish
+        if call is not None:
+            call()
+    for p, grad in kept:
+        with suppress(RuntimeError):  # of another shape: this pass has changed what the parameter is
+            p.grad = grad
+
+
 def from_shards(module: nn.Module, shapes: Shapes) -> dict[str, Tensor]:
     """Parameters put together from what each rank has under their names: equal wholes, blocks of rows, or pieces of a flat vector."""
     own = {plain(name): p.detach() for name, p in module.named_parameters() if is_there(p)}
@@ -203,12 +218,12 @@ class Reader:
             if whole is not None:
                 self.chosen = name
                 return whole
-        with suppress(TypeError):
-            if failure is not None:
-                raise failure
+        if failure is not None and not isinstance(failure, TypeError):
+            raise failure
         offered = ", ".join(dict.fromkeys(name for name, _ in self._ways(wrapper, module)))
+        raised = "" if failure is None else f"; {type(failure).__name__}: {failure}"
         raise NotReadableError(
-            f"no way gives every parameter in its whole shape (tried {offered}): offer gather_full_params()"
+            f"no way gives every parameter in its whole shape (tried {offered}{raised}): offer gather_full_params()"
         )
 
     def _ways(self, wrapper: Any, module: nn.Module) -> Iterator[tuple[str, Way]]:
@@ -216,6 +231,7 @@ class Reader:
         yield "a forward pass", lambda: self._by_use(wrapper, module)
 
     def _by_use(self, wrapper: Any, module: nn.Module) -> dict[str, Tensor]:
-        """What a forward pass shows; of what it does not use, the shards put together."""
+        """What a forward pass shows; of what it does not use, the shards put together. A step is a pass and its finish call."""
         seen = seen_in_forward(wrapper, module, self.shapes, self.example)
+        _end_of_step(wrapper, module)
         return {**from_shards(module, {n: shape for n, shape in self.shapes.items() if plain(n) not in seen}), **seen}
