@@ -20,9 +20,14 @@ from torch import Tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`: the local shard of one that torch spreads over ranks (a DTensor), else all of it."""
+    """What this rank holds of `tensor`: the local shard of one that torch spreads over ranks (a DTensor), else all of it.
+
+    One that a functional collective has yet to bring (an AsyncCollectiveTensor, with no memory of its own) is waited for.
+    """
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    part: Tensor = tensor if to_local is None else to_local()
+    wait = getattr(part, "trigger_wait", None)
+    return part if wait is None else wait()
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

@@ -16,7 +16,7 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.memory import baseline, live_tensors
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.runner import Pieces
-from minigpt_dist.trace import leaves, tensor_bytes
+from minigpt_dist.trace import leaves, own_part, tensor_bytes
 from minigpt_dist.verify.composed_probe import Files, run_with
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.in_flight import InFlight
@@ -116,7 +116,7 @@ def _count(model: ShardedModel, optimizer: ShardOptimizer, known: list[torch.Unt
         ("optimizer", [t for _, t in leaves(_plain(state)) if isinstance(t, Tensor)]),
         ("rest", live_tensors(counted)),
     ):
-        found = {st.data_ptr(): st.nbytes() for t in tensors if (st := t.untyped_storage()).nbytes()}
+        found = {st.data_ptr(): st.nbytes() for t in tensors if (st := own_part(t).untyped_storage()).nbytes()}
         counts[kind] = sum(n for address, n in found.items() if address not in counted)
         counted |= found.keys()
     return counts

@@ -5,6 +5,7 @@ Owns the comparison of a trajectory with the oracle's, and the naming of the fir
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def optimizer_state_is_balanced(subject: Subject, world_size: int) -> list[Viola
 def reduction_reaches_its_minimum(subject: Subject, world_size: int) -> list[Violation]:
     """What crosses the network is at least what any reduction and gathering must move: 2(N-1) times 4P bytes a step."""
     s = BY_NAME["memory"].drawn(subject.draw("traffic"))
-    subject.ask(probe_body, world_size, BY_NAME["tiny"].to_dict())  # ranks are there and have met
+    subject.ask(probe_body, world_size, replace(s, steps=1).to_dict())  # ranks are there and have met
     before = subject.traffic(world_size)
     raw = subject.ask(probe_body, world_size, s.to_dict())
     after = subject.traffic(world_size)
