@@ -48,6 +48,8 @@ def test_the_wheel_holds_the_whole_package_with_what_it_reads_at_run_time() -> N
     name, wheel = build_wheel()
     inside = set(names(wheel))
     assert name.endswith("-py3-none-any.whl")
+    about = zipfile.ZipFile(io.BytesIO(wheel)).read(f"{name.removesuffix('-py3-none-any.whl')}.dist-info/METADATA")
+    assert b"Provides-Extra: grading\n" in about
     for path in ("grading/rubric.toml", "grading/page/templates/style.css", "grading/starter/solution.py", "worker.py"):
         assert f"minigpt_dist/{path}" in inside
     assert not [path for path in inside if "__pycache__" in path or path.startswith("/") or ".." in path]

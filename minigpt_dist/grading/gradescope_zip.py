@@ -23,7 +23,7 @@ LEFT_OUT = ("__pycache__",)
 
 
 class NotInstalledError(RuntimeError):
-    """The package has no metadata to make a wheel from, because it is not installed. The message says so."""
+    """The package has no metadata to make a wheel from: it is not installed, or was before it changed. The message says so."""
 
 
 def autograder(rubric: bytes | None = None, torch_index: str = "", isolation: str = "auto") -> bytes:
@@ -55,10 +55,13 @@ def build_wheel() -> tuple[str, bytes]:
         found = distribution(DISTRIBUTION)
     except PackageNotFoundError:
         raise NotInstalledError(f"{DISTRIBUTION} is not installed, but should be, for its name and version") from None
+    metadata = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""  # the latter beside a source tree
+    if "Provides-Extra: grading" not in metadata:
+        raise NotInstalledError(f"{DISTRIBUTION} is installed as an older version of itself; install it again")
     stem = f"{DISTRIBUTION.replace('-', '_')}-{found.version}"
     info = f"{stem}.dist-info"
     files = {f"{PACKAGE.name}/{path}": data for path, data in package_files().items()}
-    files[f"{info}/METADATA"] = (found.read_text("METADATA") or "").encode()
+    files[f"{info}/METADATA"] = metadata.encode()
     files[f"{info}/entry_points.txt"] = (found.read_text("entry_points.txt") or "").encode()
     tag = "py3-none-any"
     files[f"{info}/WHEEL"] = (

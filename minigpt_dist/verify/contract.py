@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from minigpt_dist.verify import as_written
 from minigpt_dist.verify.loading import load_path
 from minigpt_dist.verify.shapes import (
     FSDP_FINISH,
@@ -27,6 +28,7 @@ from minigpt_dist.verify.shapes import (
     takes_optimizer_class,
 )
 
+STOOD_IN = "not installed here: a stand-in that does nothing"
 SLOTS: dict[str, tuple[str, ...]] = {
     "model": ("MiniGPT",),
     "corpus": ("make_corpus",),
@@ -151,7 +153,7 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
                 found.origins[name] = f"{spec if theirs else OURS}:{getattr(value, '__name__', name)}"
     found.slots = tuple(slots)
     for name in found.extras.get("stood_in", ()):
-        found.origins[f"import {name}"] = "not installed here: a stand-in that does nothing"
+        found.origins[f"import {name}"] = as_written.SAID if name == as_written.NAME else STOOD_IN
     return found
 
 

@@ -17,6 +17,7 @@ from minigpt_dist.memory import baseline, live_tensors
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.runner import Pieces
 from minigpt_dist.trace import leaves, own_part, tensor_bytes
+from minigpt_dist.verify import as_written
 from minigpt_dist.verify.composed_probe import Files, run_with
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.in_flight import InFlight
@@ -37,7 +38,7 @@ def scenario_body(spec: str, slots: list[str], scenario: dict[str, Any], rank_se
     impl, s, rank = _found(spec, slots), ShardScenario(**scenario), world()[1]
     if impl is None:
         return ABSENT
-    if s.bias and impl.extras.get("stood_in"):
+    if s.bias and {*impl.extras.get("stood_in", ())} - {as_written.NAME}:
         return {"not_judged": "its Linear is of a package that is not here, and may have no bias"}
     module = seeded(s, s.seed + rank_seeds * rank)
     if rank_seeds:

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from minigpt_dist.verify import as_written
+
 ENTRIES = ("adapters.py", "__init__.py", "solution.py", "submission.py", "main.py")
 MAX_STAND_INS = 20
 # Layers that a course gives in a package of its own, and that a submission knows modules by: torch's stand for them.
@@ -39,7 +41,7 @@ def entry_of(path: Path) -> Path:
 
 
 def load_path(path: Path) -> tuple[ModuleType, list[str]]:
-    """The module at `path`, and the names of packages that a stand-in was made for.
+    """The module at `path`, and the names of packages, or of parts of torch, that a stand-in was made for.
 
     It is imported as part of a package `submission` that is its folder, so that `from .zero import X` and `from zero import X`
     both find its neighbours; the folder comes last on sys.path, so that a neighbour called json.py replaces nothing, unless what was
@@ -50,13 +52,14 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     sys.path.append(str(entry.parent))
     stood_in: list[str] = []
     shadowing: dict[str, Path] = {}
+    compiled = as_written.install()
     while True:
         try:
             module = _execute(entry, shadowing)
             for name in _absent_in_functions(entry.parent, before):
                 stood_in.append(name)
                 _stand_in(name)
-            return module, stood_in
+            return module, stood_in + [as_written.NAME] * compiled()
         except ImportError as error:
             name = error.name or ""
             top = name.split(".")[0]
