@@ -61,5 +61,7 @@ def test_plain_sums_do_depend_on_world_size(tmp_path: Path) -> None:
 
 
 def test_a_world_size_that_does_not_divide_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="world_size is 3, but should be one of 1, 2, 4, 8, which divide the 8 micro-batches"):
+    with pytest.raises(
+        ValueError, match="world_size is 3, but should be one of 1, 2, 4, 8, which divide the 8 micro-batches"
+    ):
         resized(WHOLE, 3)

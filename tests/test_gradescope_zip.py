@@ -60,7 +60,9 @@ def test_an_index_for_torch_is_quoted_in_the_script() -> None:
     assert "--index-url 'https://x.invalid/; rm -rf /'\n" in archive.read("setup.sh").decode()
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash, which Gradescope runs the scripts with, is not on this machine")
+@pytest.mark.skipif(
+    shutil.which("bash") is None, reason="bash, which Gradescope runs the scripts with, is not on this machine"
+)
 @pytest.mark.parametrize("script", ["setup.sh", "run_autograder", "grade.sh"])
 def test_scripts_are_bash_that_can_be_read(script: str) -> None:
     text = (

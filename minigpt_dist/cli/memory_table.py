@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 if what is held is what is predicted, up to padding, else 1."""
     seconds("deadline", args.deadline)
     if launched_ranks() is not None:
-        raise UsageError("memory-table is one of a launcher's ranks, but should be started alone: it starts ranks itself")
+        raise UsageError(
+            "memory-table is one of a launcher's ranks, but should be started alone: it starts ranks itself"
+        )
     prepare()
     from minigpt_dist.bench.states import measure_states
     from minigpt_dist.cli.report import console as new_console

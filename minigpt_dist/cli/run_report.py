@@ -20,7 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="what `train --out RUN` left, or is still writing")
     add("--html", type=Path, metavar="FILE", help="the page (RUN/report.html)")
-    add("--tensorboard", type=Path, metavar="DIR", help="also write the curves as TensorBoard events into this new folder")
+    add(
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="also write the curves as TensorBoard events into this new folder",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -54,6 +54,16 @@ def unwritten(error: RankError) -> str:
     return frames[-1] if stub and frames else ""
 
 
+def raised_by_itself(error: RankError) -> bool:
+    """Does the stack end at a `raise` or `assert` of the implementation's own, rather than in what it calls or in the judge?"""
+    frames = re.findall(r'File "([^"]*)", line \d+, in \S+\n\s*(.*)', error.traceback)
+    if not frames:
+        return False
+    place, statement = frames[-1]
+    theirs = not re.search(r"/(torch|site-packages|minigpt_dist/verify)/", place)
+    return theirs and statement.startswith(("raise ", "assert "))
+
+
 def _evidence(error: LaunchError) -> tuple[str, list[str]]:
     """(stacks as text, names of the communication calls in question)."""
     if isinstance(error, RankError):

@@ -16,7 +16,7 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.memory import baseline, live_tensors
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.runner import Pieces
-from minigpt_dist.trace import leaves, tensor_bytes
+from minigpt_dist.trace import leaves, own_part, tensor_bytes
 from minigpt_dist.verify.checkpoint_files import Files
 from minigpt_dist.verify.composed_probe import run_with
 from minigpt_dist.verify.contract import Implementation, resolve
@@ -42,10 +42,14 @@ def scenario_body(spec: str, slots: list[str], scenario: dict[str, Any], rank_se
     if s.bias and "Linear" in layers_given:
         return {"not_judged": "its Linear is of a package that is not here, and may have no bias"}
     module = seeded(s, s.seed + rank_seeds * rank)
+    if rank_seeds:
+        with torch.no_grad():
+            for p in module.parameters():  # norms start from constants, whatever the seed
+                p.add_(rank)
     model = ShardedModel(impl, module)
     model.shard()
     states = [_whole(model)]
-    optimizer = ShardOptimizer(model, torch.optim.SGD, lr=LR)
+    optimizer = ShardOptimizer(model, torch.optim.SGD, lr=LR, weight_decay=s.decay)
     for step in range(1, s.steps + 1 if not rank_seeds else 1):
         optimizer.zero_grad()
         _backwards(model, s, step, rank, optimizer)
@@ -58,7 +62,8 @@ def _backwards(model: ShardedModel, s: ShardScenario, step: int, rank: int, opti
     model.resting(step == s.rests)
     for part in range(s.backwards):
         loss_of(model, s, step, rank, part).backward()
-        model.finish(optimizer)
+        if part == s.backwards - 1 or not s.once:
+            model.finish(optimizer)
 
 
 def _whole(model: ShardedModel) -> dict[str, bytes]:
@@ -113,7 +118,7 @@ def _count(model: ShardedModel, optimizer: ShardOptimizer, known: list[torch.Unt
         ("optimizer", [t for _, t in leaves(_plain(state)) if isinstance(t, Tensor)]),
         ("rest", live_tensors(counted)),
     ):
-        found = {st.data_ptr(): st.nbytes() for t in tensors if (st := t.untyped_storage()).nbytes()}
+        found = {st.data_ptr(): st.nbytes() for t in tensors if (st := own_part(t).untyped_storage()).nbytes()}
         counts[kind] = sum(n for address, n in found.items() if address not in counted)
         counted |= found.keys()
     return counts

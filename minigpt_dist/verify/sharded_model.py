@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from minigpt_dist.parallel.collectives import world
+from minigpt_dist.trace import own_part
 from minigpt_dist.verify.contract import Implementation, accepted
 from minigpt_dist.verify.shapes import finish_of, required
 from minigpt_dist.verify.whole_parameters import Reader
@@ -155,16 +157,29 @@ class ShardOptimizer:
         self.inner.step()
 
     def state_dict(self) -> dict[str, Any]:
-        shards = {str(i): p.detach().clone() for i, p in enumerate(self.params)}
-        moments = {str(i): dict(m) for i, m in self.inner.state_dict()["state"].items()}
+        shards = {str(i): own_part(p.detach()).clone() for i, p in enumerate(self.params)}
+        moments = {
+            str(i): {name: own_part(v) if isinstance(v, Tensor) else v for name, v in m.items()}
+            for i, m in self.inner.state_dict()["state"].items()
+        }
         return {"moments": moments, "shards": shards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
             for i, p in enumerate(self.params):
-                p.copy_(state["shards"][str(i)])
-        moments = {int(i): m for i, m in copy.deepcopy(state["moments"]).items()}
+                own_part(p).copy_(state["shards"][str(i)])
+        moments = {
+            int(i): {name: _beside(self.params[int(i)], v) for name, v in m.items()}
+            for i, m in copy.deepcopy(state["moments"]).items()
+        }
         self.inner.load_state_dict({**self.inner.state_dict(), "state": moments})
+
+
+def _beside(p: Tensor, value: Any) -> Any:
+    """A rank's part of a moment as torch keeps it beside `p`: a DTensor where `p` is one."""
+    if not isinstance(p, DTensor) or not isinstance(value, Tensor) or value.shape != own_part(p).shape:
+        return value
+    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _own_optimizer(model: ShardedModel, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ def states_of(s: ShardScenario, seed: int, world_size: int) -> list[dict[str, to
         with torch.no_grad():
             for p in named.values():
                 if p.grad is not None:
-                    p.sub_(p.grad, alpha=LR)
+                    p.sub_(p.grad + s.decay * p, alpha=LR)
         states.append(_copies(named))
     return states
 

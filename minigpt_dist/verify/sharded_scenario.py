@@ -48,7 +48,8 @@ class ShardScenario:
     """What is asked of a wrapper: a decoder of these sizes, with these peculiarities, over `steps` updates of SGD.
 
     spare: a layer that nothing uses. rests: a step at which, on all ranks, the last layer is left out. twice: the first layer is applied
-    two times in a forward. backwards: forward and backward this often before an update. frozen: the first layer's `up` takes no gradient.
+    two times in a forward. backwards: forward and backward this often before an update; once: with one finish call after the last of them.
+    frozen: the first layer's `up` takes no gradient. decay: the updates' weight decay, which two parameters in one memory would get twice.
     """
 
     name: str
@@ -64,6 +65,8 @@ class ShardScenario:
     twice: bool = False
     frozen: bool = False
     backwards: int = 1
+    once: bool = False
+    decay: float = 0.0
     steps: int = 3
     seed: int = field(default=7, compare=False)
 
@@ -121,7 +124,7 @@ SCENARIOS = (
     ShardScenario("update", "the mean gradient reaches every shard: SGD moves all parameters as one process does"),
     ShardScenario("uneven", "sizes that no number of ranks divides: no row is lost", vocab=37, dim=13, hidden=31),
     ShardScenario("few_rows", "layers with fewer rows than ranks", vocab=24, dim=12, hidden=1),
-    ShardScenario("tied", "a weight that two layers share stays one weight", tied=True),
+    ShardScenario("tied", "a weight that two layers share stays one weight", tied=True, decay=0.25),
     ShardScenario(
         "unused", "a layer that nothing uses, and one that rests at a step, neither move nor hang", spare=True, rests=2
     ),
@@ -130,5 +133,6 @@ SCENARIOS = (
     ShardScenario("accumulated", "two backwards before an update add up", backwards=2),
     ShardScenario("biases", "layers with a bias use it, and it learns", bias=True),
 )
-BY_NAME = {s.name: s for s in SCENARIOS}
+ONCE = ShardScenario("accumulated_once", "two backwards, and then one finish call", backwards=2, once=True)
+BY_NAME = {s.name: s for s in (*SCENARIOS, ONCE)}
 DEEP = ShardScenario("deep", "many layers: what is gathered at once is a small part of all", layers=20, steps=2)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from minigpt_dist.parallel.collectives import exchange
-from minigpt_dist.trace import own_part, tensor_bytes
+from minigpt_dist.verify.parameters_in_use import Shapes, end_of_step, from_shards, is_there, plain, seen_in_forward
 
 GATHER_FUNCTIONS = (
     "fsdp_gather_full_params",
@@ -43,20 +40,11 @@ GATHER_METHODS = (
 WHOLE_WORDS = ("full", "whole", "gather", "unshard", "summon", "consolidate", "export")
 STATE_WORDS = ("param", "state", "weight")
 NOT_READING = ("free", "set", "load", "reshard", "backward", "hook", "pre_", "post_", "grad")
-# Path components that wrappers put into names.
-WRAPPING = ("module", "_module", "_fsdp_wrapped_module", "_orig_mod", "model", "_fsdp_module")
-
-Shapes = Mapping[str, torch.Size]
 Way = Callable[[], Any]
 
 
 class NotReadableError(Exception):
     """No way was found to read every parameter of a wrapper in its whole shape."""
-
-
-def plain(name: str) -> str:
-    """A parameter's name without the components that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPING)
 
 
 def complete(found: Mapping[str, Tensor], shapes: Shapes, aliases: Mapping[str, str]) -> dict[str, Tensor] | None:
@@ -77,11 +65,6 @@ def complete(found: Mapping[str, Tensor], shapes: Shapes, aliases: Mapping[str, 
         spread = getattr(value, "full_tensor", None)  # of a DTensor, which looks whole
         whole[name] = value.detach() if spread is None else spread().detach()
     return whole
-
-
-def is_there(t: Tensor) -> bool:
-    """Is there memory behind a tensor? One that was freed by `storage.resize_(0)` keeps its shape, and must not be read."""
-    return own_part(t).untyped_storage().nbytes() >= own_part(t).numel() * t.element_size()
 
 
 def ways(file: ModuleType | None, wrapper: Any, module: nn.Module) -> Iterator[tuple[str, Way]]:
@@ -137,51 +120,6 @@ def named_tensors(result: Any, module: nn.Module, shapes: Shapes) -> dict[str, T
     return {str(name): t for name, t in parts if isinstance(t, Tensor)}
 
 
-def seen_in_forward(wrapper: Any, module: nn.Module, shapes: Shapes, example: Tensor) -> dict[str, Tensor]:
-    """The parameters that modules have at the moment they are used, in a forward pass of `example`."""
-    found: dict[str, Tensor] = {}
-
-    def look(prefix: str) -> Callable[[nn.Module, Any], None]:
-        def hook(used: nn.Module, inputs: Any) -> None:
-            for name in {plain(f"{prefix}.{n}"): n for n in _attributes(used)}.items():
-                value = getattr(used, name[1])
-                if name[0] in wanted and value.shape == wanted[name[0]] and is_there(value):
-                    found[name[0]] = value.detach().clone()
-
-        return hook
-
-    wanted = {plain(name): shape for name, shape in shapes.items()}
-    handles = [m.register_forward_pre_hook(look(name)) for name, m in module.named_modules()]
-    try:
-        with torch.no_grad():
-            wrapper(example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-def from_shards(module: nn.Module, shapes: Shapes) -> dict[str, Tensor]:
-    """Parameters put together from what each rank has under their names: equal wholes, blocks of rows, or pieces of a flat vector."""
-    own = {plain(name): p.detach() for name, p in module.named_parameters() if is_there(p)}
-    found = {}
-    for name, shape in shapes.items():
-        mine = own.get(plain(name))
-        parts = [bytes(part) for part in exchange(b"" if mine is None else tensor_bytes(mine.float()))]
-        if mine is not None and mine.shape == shape:
-            found[name] = mine
-        elif mine is not None and sum(map(len, parts)) >= shape.numel() * 4:
-            flat = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32)
-            found[name] = flat[: shape.numel()].view(shape)
-    return found
-
-
-def _attributes(module: nn.Module) -> list[str]:
-    """Names of a module's own tensors: parameters, or what stands in their place during a pass."""
-    plain_ones = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-    return [*(n for n, p in module._parameters.items() if p is not None), *plain_ones]
-
-
 class Reader:
     """Reads whole parameters the same way each time, the first that worked."""
 
@@ -203,12 +141,12 @@ class Reader:
             if whole is not None:
                 self.chosen = name
                 return whole
-        with suppress(TypeError):
-            if failure is not None:
-                raise failure
+        if failure is not None and not isinstance(failure, TypeError):
+            raise failure
         offered = ", ".join(dict.fromkeys(name for name, _ in self._ways(wrapper, module)))
+        raised = "" if failure is None else f"; {type(failure).__name__}: {failure}"
         raise NotReadableError(
-            f"no way gives every parameter in its whole shape (tried {offered}): offer gather_full_params()"
+            f"no way gives every parameter in its whole shape (tried {offered}{raised}): offer gather_full_params()"
         )
 
     def _ways(self, wrapper: Any, module: nn.Module) -> Iterator[tuple[str, Way]]:
@@ -216,6 +154,7 @@ class Reader:
         yield "a forward pass", lambda: self._by_use(wrapper, module)
 
     def _by_use(self, wrapper: Any, module: nn.Module) -> dict[str, Tensor]:
-        """What a forward pass shows; of what it does not use, the shards put together."""
+        """What a forward pass shows; of what it does not use, the shards put together. A step is a pass and its finish call."""
         seen = seen_in_forward(wrapper, module, self.shapes, self.example)
+        end_of_step(wrapper, module)
         return {**from_shards(module, {n: shape for n, shape in self.shapes.items() if plain(n) not in seen}), **seen}

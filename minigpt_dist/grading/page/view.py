@@ -60,7 +60,10 @@ SUBMISSION = {
     "sha256": "sha256",
 }
 SUITE = {"version": "suite", "rubric": "rubric", "rubric_sha256": "sha256 of the rubric"}
-NOTICES = {"stood_in": "not installed or not needed here, replaced by a stand-in that does nothing", "borrowed": "work of others"}
+NOTICES = {
+    "stood_in": "not installed or not needed here, replaced by a stand-in that does nothing",
+    "borrowed": "work of others",
+}
 ENVIRONMENT = {
     "isolation": "isolation in force",
     "isolation_notes": "what it gives",

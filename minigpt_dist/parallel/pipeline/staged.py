@@ -134,7 +134,9 @@ class StagedGPT(nn.Module):
         if self._tied:
             ends: list[Tensor] = [cast(nn.Parameter, self.tok_embed.weight)] if self.has_embedding else [*self.copies]
             shared = ends[0] if ends else own.view(-1)[:1].expand(self._tied)
-        return Pipeline(self._stages, self._schedule, self._loss, shape, own.dtype, Peers(self._group), shared, self._overlap)
+        return Pipeline(
+            self._stages, self._schedule, self._loss, shape, own.dtype, Peers(self._group), shared, self._overlap
+        )
 
     def joined(
         self, named: Iterable[tuple[str, Tensor]], whole: Sequence[tuple[str, Tensor]]

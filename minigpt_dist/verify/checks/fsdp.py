@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minigpt_dist.launch import LaunchError
 from minigpt_dist.verify.checks.registry import Check, register
 from minigpt_dist.verify.fsdp_probe import forward_body, scenario_body
 from minigpt_dist.verify.sharded_oracle import states_of
-from minigpt_dist.verify.sharded_scenario import BY_NAME, SCENARIOS, ShardScenario
+from minigpt_dist.verify.sharded_scenario import BY_NAME, ONCE, SCENARIOS, ShardScenario
 from minigpt_dist.verify.subject import NotJudged, Subject
 from minigpt_dist.verify.violation import Violation
 
 # Of the largest movement of a tensor, and of its largest element: correct runs in float32 are off by at most 2e-6 and 3e-7 of them.
 MOVE_REL = 1e-3
 VALUE_REL = 3e-6
-# What a wrapper may refuse: torch's own first wrapper refuses frozen and trained parameters in one unit, courses ask for even sizes only.
+# What a wrapper may refuse, in its own words: torch's first wrapper refuses frozen and trained parameters in one unit, some lessons ask
+# for even sizes only. To fail at it is no refusal.
 EXOTIC = frozenset({"uneven", "few_rows", "frozen"})
 HINTS = {
     "uneven": "pad by rows or elements before the cut, and cut the padding off after the gather, not the last rows",
@@ -57,6 +60,24 @@ def trains_as_one_process(subject: Subject, world_size: int, name: str) -> list[
                 if found:
                     return [found]
     return []
+
+
+def accumulates(subject: Subject, world_size: int) -> list[Violation]:
+    """Two backwards add up, with the finish call after each, or else with one after both: an interface says neither."""
+    failure: LaunchError | None = None
+    found: list[Violation] = []
+    try:
+        found = trains_as_one_process(subject, world_size, "accumulated")
+    except LaunchError as error:
+        failure = error
+    if failure is None and not found:
+        return []
+    with suppress(LaunchError):
+        if not trains_as_one_process(subject, world_size, ONCE.name):
+            return []
+    if failure is not None:
+        raise failure
+    return found
 
 
 def _wrong(
@@ -147,11 +168,12 @@ def _scenario_check(s: ShardScenario) -> Check:
     return Check(
         f"fsdp.{s.name}",
         s.why,
-        lambda subject, N: trains_as_one_process(subject, N, s.name),
+        accumulates if s.name == "accumulated" else lambda subject, N: trains_as_one_process(subject, N, s.name),
         ("fsdp",),
         "reduce",
         world_sizes=(1, 2, 3, 4) if s.name == "update" else (2, 3, 4),
         exotic=s.name in EXOTIC,
+        in_words=True,
     )
 
 

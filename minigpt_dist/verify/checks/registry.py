@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from minigpt_dist.launch import DeadlineExceeded, LaunchError, RankDied, RankError
-from minigpt_dist.verify.blame import stage_of, unwritten
+from minigpt_dist.verify.blame import raised_by_itself, stage_of, unwritten
 from minigpt_dist.verify.contract import OURS, asked_by_name
 from minigpt_dist.verify.peers import unavailable
 from minigpt_dist.verify.subject import NotJudged, Subject
@@ -26,6 +26,7 @@ class Check:
     stage: whom to blame when the run itself breaks. world_sizes: where it is asked by default.
     may_stop: as exotic, and a run that ends in any error or gets stuck is not judged either, but reported.
     exotic: a condition that an implementation may refuse: an exception is then no violation, a wrong result still is.
+    in_words: it refuses only by a `raise` or `assert` of its own; an exception of what it calls is a violation.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Check:
     world_sizes: tuple[int, ...] = WORLD_SIZES
     exotic: bool = False
     may_stop: bool = False
+    in_words: bool = False
     through: tuple[str, ...] = ()
 
 
@@ -95,14 +97,19 @@ def put(check: Check, subject: Subject, world_size: int) -> Verdict:
             return Verdict(
                 check.name, world_size, not_judged=error.message
             )  # a peer is known, and owes no piece it never had
-        if check.exotic and not subject.ours and _refusal(error):
+        if check.exotic and not subject.ours and _refusal(error, check.in_words):
             return Verdict(check.name, world_size, not_judged=f"it refuses: {_refusal(error)}")
         return Verdict(check.name, world_size, (broken_run(error, stage_of(error, check.stage)),))
 
 
-def _refusal(error: LaunchError) -> str:
-    """The exception that a rank raised, in words; "" where the piece is absent or not written yet, which refuses nothing."""
+def _refusal(error: LaunchError, in_words: bool = False) -> str:
+    """The exception that a rank raised, in words; "" where the piece is absent or not written yet, which refuses nothing.
+
+    in_words: "" too where it was raised by torch, or by the judge, and not by a statement of the piece itself.
+    """
     if not isinstance(error, RankError) or error.kind == "MissingPieceError" or unwritten(error):
+        return ""
+    if in_words and not raised_by_itself(error):
         return ""
     return f"{error.kind}: {error.message}"
 

@@ -102,7 +102,9 @@ class FullyShardedDataParallel(nn.Module):
         if not params:
             return
         named = list(self.module.named_modules())
-        every = [[(m, f"{path}.{n}", n) for path, m in named for n, q in m._parameters.items() if q is p] for p in params]
+        every = [
+            [(m, f"{path}.{n}", n) for path, m in named for n, q in m._parameters.items() if q is p] for p in params
+        ]
         unit = Unit(params, [[(m, n) for m, _, n in places] for places in every])
         self.names.update({name.lstrip("."): (unit, i) for i, places in enumerate(every) for _, name, _ in places})
         self.units.append(unit)
