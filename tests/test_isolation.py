@@ -143,6 +143,7 @@ def test_a_sandbox_that_cannot_be_made_leaves_nothing(own_tmp: Path) -> None:
     assert jails(own_tmp) == []
 
 
+@pytest.mark.slow
 def test_folders_without_end_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "top").mkdir()
     monkeypatch.chdir(tmp_path / "top")
