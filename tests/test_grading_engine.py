@@ -13,13 +13,14 @@ from minigpt_dist.grading.answers import Answer, Unit
 from minigpt_dist.grading.cohort import Entrant
 from minigpt_dist.grading.crew import BrokenGraderError, OutOfTimeError, WorkerLostError
 from minigpt_dist.grading.engine import Run, grade
-from minigpt_dist.grading.grader import Order
+from minigpt_dist.grading.grader import Grader, Order
 from minigpt_dist.grading.plan import Group, Step, answers, unanswered
 from minigpt_dist.grading.report import Terms
 from minigpt_dist.verify.contract import SLOTS
 from minigpt_dist.verify.subject import Subject
 
 OFFER = {"shape": "lesson", "names": [n for names in SLOTS.values() for n in names], "error": ""}
+FOUND = ("shape", "slots", "names", "origins", "borrowed", "stood_in")
 ITEMS = [i for i in rubric.load().items if i.group == "checkpoint"]
 
 
@@ -182,3 +183,10 @@ def test_runs_of_a_submission_that_compiles_may_take_longer(
     terms = Terms(rubric.load(), seed=1)
     session.Session(terms).grade(Entrant("one", str(tmp_path)), [])
     assert told == [times * terms.deadline_s]
+
+
+@pytest.mark.parametrize("answer", [None, [], {"names": []}, {name: [] for name in FOUND}])
+def test_an_inspection_that_no_rank_of_ours_sends_ends_in_a_line(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Subject, "ask", lambda *args: [answer])
+    error = Grader(Order("hand_in.py")).inspect()["error"]
+    assert error.startswith("importing it broke the rank")

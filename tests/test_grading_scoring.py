@@ -139,7 +139,7 @@ def test_what_has_not_been_asked_is_not_run_and_earns_nothing() -> None:
 
 
 def test_a_rank_may_claim_nonsense_without_effect() -> None:
-    claim = {"shape": ["torch"], "names": [1, "MiniGPT", "x"], "borrowed": [3], "stood_in": 7}
+    claim = {"shape": ["torch"], "names": [1, [], "MiniGPT", "x"], "borrowed": [3], "stood_in": 7}
     assert Offer.of(claim, ()) == Offer("lesson", frozenset({"MiniGPT"}))
 
 
@@ -148,6 +148,14 @@ def test_evidence_holds_the_bits_of_both_floats() -> None:
     found = evidence_of(Verdict("optimizer.plain", 2, (violation,)), violation)
     assert (found["observed_hex"], found["expected_hex"]) == ("0x3f800000", "0x3f000000")
     assert (found["rank"], found["step"], found["tensor"], found["element"]) == (1, 0, "p0", 0)
+
+
+def test_what_a_rank_calls_its_place_is_evidence_only_as_a_number() -> None:
+    odd: Any = float("nan")
+    violation = Violation("p0", "1", "0.5", "optimizer", step=odd, rank=-1, tensor=odd, element=1 << 99)
+    found = evidence_of(Verdict("optimizer.plain", 2, (violation,)), violation)
+    assert {"rank", "step", "element"} & set(found) == set()
+    assert found["tensor"] == "nan"
 
 
 def test_words_of_a_submission_are_one_short_clean_line() -> None:

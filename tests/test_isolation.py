@@ -15,6 +15,7 @@ import pytest
 from sandbox_modes import working
 
 from minigpt_dist.launch import RankDied
+from minigpt_dist.launch.removal import remove_tree
 from minigpt_dist.launch.sandbox import MODES, Contents, Isolation, IsolationError, Jail, choose, isolation
 from minigpt_dist.launch.sandbox.contents import copy_submission
 from minigpt_dist.launch.sandbox.kits import copy_kit, launch_kit
@@ -140,6 +141,20 @@ def test_a_sandbox_that_cannot_be_made_leaves_nothing(own_tmp: Path) -> None:
     with pytest.raises(ValueError, match="not there"):
         Jail(Isolation("bwrap"), Contents(kit(), own_tmp / "absent.py"))
     assert jails(own_tmp) == []
+
+
+@pytest.mark.slow
+def test_folders_without_end_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "top").mkdir()
+    monkeypatch.chdir(tmp_path / "top")
+    for _ in range(1100):  # beyond Python's limit of recursion
+        os.mkdir("d", 0o700)
+        os.chdir("d")
+    os.symlink(tmp_path, "back")
+    os.chmod(".", 0)
+    os.chdir(tmp_path)
+    remove_tree(tmp_path / "top")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_users_of_two_sandboxes_differ() -> None:

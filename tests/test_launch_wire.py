@@ -240,6 +240,20 @@ def test_a_frame_that_announces_too_much_is_refused_before_it_is_read() -> None:
             FrameReader(right, 1000).read()
 
 
+def test_a_header_has_a_limit_of_its_own_and_memory_is_taken_as_bytes_arrive() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        reader = FrameReader(right, 1 << 40, 100)
+        left.sendall(struct.pack("!4sQQ", b"mgd1", 4, 1 << 39) + b"head" + b"body")
+        assert reader.read(block=False) is None
+        assert len(reader._target) < 1 << 24
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(struct.pack("!4sQQ", b"mgd1", 101, 0))
+        with pytest.raises(WireError, match="header of 101 bytes"):
+            FrameReader(right, 1 << 40, 100).read()
+
+
 def test_a_frame_of_another_kind_is_refused() -> None:
     left, right = socket.socketpair()
     with left, right:

@@ -34,7 +34,7 @@ class Offer:
         """From what a rank said, which is a claim: anything of another type is dropped."""
         known = {n for names in SLOTS.values() for n in names}
         claimed, borrowed = found.get("names"), found.get("borrowed")
-        names = frozenset(n for n in claimed if n in known) if isinstance(claimed, list) else frozenset()
+        names = frozenset(n for n in known if n in claimed) if isinstance(claimed, list) else frozenset()
         works = {k: clipped(str(v)) for k, v in borrowed.items() if k in known} if isinstance(borrowed, dict) else {}
         stood_in = found.get("stood_in")
         absent = tuple(clipped(str(n)) for n in stood_in) if isinstance(stood_in, list) else ()

@@ -7,53 +7,65 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["remove_tree"]
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 def remove_tree(folder: Path | str) -> None:
-    """Remove a folder and all in it, links not followed. What cannot be removed stays, and so does the folder then.
+    """Remove a folder and all in it, links not followed. What cannot be removed stays, and so do the folders around it.
 
-    Folders inside are moved up before they are emptied, so that no path grows long and nothing is called deeper: `shutil.rmtree` ends
-    in a RecursionError, or without descriptors, below a thousand folders in one another.
+    One folder is open at a time, and the way back is "..": `shutil.rmtree` ends in a RecursionError, or without descriptors, below a
+    thousand folders in one another.
     """
-    top = os.fspath(folder)
-    while left := _entries(top):
-        removed = [_remove(top, entry) for entry in left]
-        if not any(removed):
-            return
     with contextlib.suppress(OSError):
-        os.rmdir(top)
+        _empty(os.open(folder, _FOLDER))
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
-def _remove(top: str, entry: os.DirEntry[str]) -> bool:
-    """Remove an entry of `top`; of a folder, its files, its folders becoming entries of `top`. Whether anything was done."""
-    if not entry.is_dir(follow_symlinks=False):
-        return _done(os.unlink, entry.path)
-    _done(os.chmod, entry.path, 0o700)
-    moved = [
-        _done(os.rename, inner.path, os.path.join(top, uuid.uuid4().hex))
-        if inner.is_dir(follow_symlinks=False) and _done(os.chmod, inner.path, 0o700)
-        else _done(os.unlink, inner.path)
-        for inner in _entries(entry.path)
-    ]
-    return _done(os.rmdir, entry.path) or any(moved)
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
+def _empty(here: int) -> None:
+    """Remove all that is in an open folder, and close it."""
     try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except OSError:
-        return []
+        names: list[str] = []
+        left = [_without_files(here)]
+        while left[-1] or names:
+            if left[-1]:
+                name = left[-1].pop()
+                inner = _opened(name, here)
+                if inner is not None:
+                    os.close(here)
+                    here = inner
+                    names.append(name)
+                    left.append(_without_files(here))
+            else:
+                above = os.open("..", _FOLDER, dir_fd=here)
+                os.close(here)
+                here = above
+                left.pop()
+                with contextlib.suppress(OSError):
+                    os.rmdir(names.pop(), dir_fd=here)
+    finally:
+        os.close(here)
 
 
-def _done(call: Callable[..., None], *args: object) -> bool:
-    try:
-        call(*args)
-    except OSError:
-        return False
-    return True
+def _opened(name: str, here: int) -> int | None:
+    """A folder inside of another, made readable first; None if that cannot be."""
+    with contextlib.suppress(OSError):
+        os.chmod(name, 0o700, dir_fd=here)
+        return os.open(name, _FOLDER, dir_fd=here)
+    return None
+
+
+def _without_files(here: int) -> list[str]:
+    """Remove what is no folder; the names of the folders."""
+    with os.scandir(here) as found:
+        entries = list(found)
+    folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for entry in entries:
+        if not entry.is_dir(follow_symlinks=False):
+            with contextlib.suppress(OSError):
+                os.unlink(entry.name, dir_fd=here)
+    return folders
