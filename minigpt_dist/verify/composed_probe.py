@@ -25,7 +25,7 @@ from minigpt_dist.trace import leaves, tensor_bytes
 from minigpt_dist.verify.checkpoint_files import Files, files_below, put_files
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.optimizers import abilities
-from minigpt_dist.verify.plug import build_model, pieces_of
+from minigpt_dist.verify.plug import WRAPPED, build_model, pieces_of
 
 MOMENT_WORDS = ("exp_avg", "moment", "first", "second", "momentum")
 
@@ -45,6 +45,8 @@ def composed_body(
         known or "state_dict" in abilities(impl),
     )
     result["state"] = result["state"] if known else 0
+    wrapped = None if known else impl.extras.get(WRAPPED)
+    result["buckets"] = 0 if wrapped is None or wrapped.wrapper is None else wrapped.bytes_of_buckets()
     return result
 
 

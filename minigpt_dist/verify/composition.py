@@ -49,6 +49,7 @@ class Composed:
     shapes: dict[str, list[int]]
     state_bytes: list[int]
     files: Files
+    bucket_bytes: list[int]
 
 
 def _trace(subject: Subject, config: TrainConfig, results: list[dict[str, Any]]) -> Trace:
@@ -93,6 +94,7 @@ def _compose(subject: Subject, config: TrainConfig, body: Body) -> Composed:
         results[0]["shapes"],
         [r["state"] for r in results],
         files,
+        [r.get("buckets", 0) for r in results],
     )
 
 

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.parallel.collectives import all_reduce_sum, barrier, world
 from minigpt_dist.runner import Pieces
+from minigpt_dist.verify.bucket_bytes import bucket_bytes
 from minigpt_dist.verify.contract import Implementation, accepted, accepts
 from minigpt_dist.verify.optimizers import MADE, NotSupportedError, own_method
 from minigpt_dist.verify.portable import pack, unpack
 from minigpt_dist.verify.shapes import finish_of, required, start_of
 
 BUCKET_MB = 0.01
+WRAPPED = "wrapper of the run"  # the last `Wrapped`, in an implementation's extras
 SIZES = {
     "vocab": ("vocab", "vocab_size"),
     "embed_dim": ("embed_dim", "n_embd", "dim"),
@@ -84,14 +86,19 @@ class Wrapped:
         self.impl = impl
         self.wraps = "DistributedDataParallel" in impl.names and "ddp" in impl.slots
         self.wrapper: Any = None
+        self.module: nn.Module | None = None
         self.begun = False
 
     def start(self, module: nn.Module) -> None:
         """Make all ranks equal: by the wrapper's construction, or by the broadcast."""
         if self.wraps:
-            self.wrapper = build_wrapper(self.impl, module)
+            self.wrapper, self.module = build_wrapper(self.impl, module), module
         else:
             self.impl.require("broadcast_parameters")(module)
+
+    def bytes_of_buckets(self) -> int:
+        """What the wrapper keeps beside the gradients themselves."""
+        return 0 if self.module is None else bucket_bytes(self.wrapper, self.module)
 
     def forward(self, module: nn.Module, ids: Tensor) -> Tensor:
         if self.wrapper is not None and not self.begun:
@@ -217,7 +224,7 @@ def pieces_of(impl: Implementation) -> Pieces:
         return OURS
     if "pieces" in impl.extras:
         return impl.extras["pieces"]()  # type: ignore[no-any-return]  # extras are Any
-    wrapped = Wrapped(impl)
+    wrapped = impl.extras[WRAPPED] = Wrapped(impl)
     return Pieces(
         model=lambda sizes: build_model(impl, sizes),
         corpus=_corpus,

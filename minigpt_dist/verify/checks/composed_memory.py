@@ -24,7 +24,7 @@ def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
     if (
         evidence.averages_outside
     ):  # whole parameters have owners: together one copy; how even that is, optimizer.balanced asks
-        most = allowed(8 * P)
+        most = allowed(8 * P) + max(evidence.bucket_bytes)
     for record in evidence.whole.counted():
         held = record.bytes["optimizer"]
         if held > most or (subject.ours and record.step and held != share):
@@ -43,7 +43,7 @@ def optimizer_bytes(subject: Subject, world_size: int) -> list[Violation]:
                 )
             ]
     total = sum(r.bytes["optimizer"] for r in evidence.whole.at(evidence.whole.steps[-1]))
-    if evidence.averages_outside and total > world_size * allowed(8 * P // world_size):
+    if evidence.averages_outside and total > world_size * allowed(8 * P // world_size) + sum(evidence.bucket_bytes):
         return [
             Violation(
                 "optimizer memory over all ranks",
