@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_imports import own_imports  # noqa: F401 - a fixture for all tests here
 from submission_corpus import HERE
 from torch import Tensor, nn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from own_imports import own_imports  # noqa: F401 - a fixture for all tests here
 
 from minigpt_dist.verify.loading import load_path
 
@@ -24,11 +24,6 @@ layer = torch.nn.Linear(2, 2)
 layer.compile()
 shape = tuned(torch.compile(layer, dynamic=True)(torch.ones(2))).shape
 """
-
-
-@pytest.fixture(autouse=True)
-def _own_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", torch.compile)  # put back afterwards
 
 
 @pytest.mark.parametrize("text, said", [(COMPILES, ["torch.compile"]), ("shape = (2,)", [])])

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from own_imports import own_imports  # noqa: F401 - a fixture for all tests here
 
 from minigpt_dist.verify.absent_cuda import MARKS, MOMENTS, QUIET, names_cuda, stand_in_for_cuda
 from minigpt_dist.verify.loading import load_path
