@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minigpt_dist.grading import rubric, session
+from minigpt_dist.grading import rubric
 from minigpt_dist.grading.answers import Answer, Unit
-from minigpt_dist.grading.cohort import Entrant
 from minigpt_dist.grading.crew import BrokenGraderError, OutOfTimeError, WorkerLostError
 from minigpt_dist.grading.engine import Run, grade
 from minigpt_dist.grading.grader import Grader, Order
 from minigpt_dist.grading.plan import Group, Step, answers, unanswered
-from minigpt_dist.grading.report import Terms
 from minigpt_dist.verify.contract import SLOTS
 from minigpt_dist.verify.subject import Subject
 
@@ -168,21 +165,6 @@ def test_what_requires_an_item_that_fails_is_left_open_until_its_outcome_is_know
     found = {a.unit for a in answers(group, Subject("x"))}
     assert {unit.check for unit in found} == {"optimizer.plain", "optimizer.betas"}
     assert [step.item for part in unanswered([group], found) for step in part.steps] == ["tied", "deep"]
-
-
-@pytest.mark.parametrize(
-    ("text", "times"), [("f = torch.compile(g)", session.COMPILING), ("import torch._dynamo", 3), ("x = 1", 1)]
-)
-def test_runs_of_a_submission_that_compiles_may_take_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, times: int
-) -> None:
-    told: list[float] = []
-    monkeypatch.setattr(session, "grade", lambda run, order, *rest, **options: told.append(order.deadline_s))
-    (tmp_path / "main.py").write_text("import parts\n")
-    (tmp_path / "parts.py").write_text(text + "\n")
-    terms = Terms(rubric.load(), seed=1)
-    session.Session(terms).grade(Entrant("one", str(tmp_path)), [])
-    assert told == [times * terms.deadline_s]
 
 
 @pytest.mark.parametrize("answer", [None, [], {"names": []}, {name: [] for name in FOUND}])

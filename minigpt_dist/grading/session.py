@@ -26,7 +26,6 @@ from minigpt_dist.grading.plan import merged, plan
 from minigpt_dist.grading.report import Terms, build
 from minigpt_dist.grading.submission import Submission, opened
 
-COMPILING = 3  # times the deadline of a run, where torch.compile takes part of it: 20 s are too few beside other work
 Listener = Callable[[str, int, int], None]  # (name, units answered, units in all)
 
 
@@ -64,8 +63,7 @@ class Session:
         try:
             self._write(folder, build(submission, run, terms))
             if not run.error:
-                deadline_s = terms.deadline_s * (COMPILING if submission.compiles else 1)
-                order = Order(submission.spec, terms.slots, deadline_s, terms.isolation, terms.seed)
+                order = Order(submission.spec, terms.slots, terms.deadline_s, terms.isolation, terms.seed)
                 grade(run, order, terms.rubric, terms.items, lanes, budget_s=self.budget_s, changed=changed)
         finally:
             report = build(submission, run, terms)

@@ -17,17 +17,13 @@ from minigpt_dist.verify.entries import entry_of
 
 MAX_ENTRY = 4 << 20  # bytes of the file that is imported
 MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 << 20, 4000, 50
-COMPILERS = (b"torch.compile", b"torch._dynamo", b"torch._inductor", b"import compile")
 SPECS = ("fault:", "variant:", "peer:")
 REFERENCE = "minigpt_dist"
 
 
 @dataclass(frozen=True)
 class Submission:
-    """given: as the command line has it. spec: for `Subject`. error: why it cannot be graded, in one line; "" if it can be tried.
-
-    compiles: its text names torch.compile, whose first call takes seconds that are no hang.
-    """
+    """given: as the command line has it. spec: for `Subject`. error: why it cannot be graded, in one line; "" if it can be tried."""
 
     name: str
     given: str
@@ -35,7 +31,6 @@ class Submission:
     entry: str = ""
     sha256: str = ""
     error: str = ""
-    compiles: bool = False
 
 
 def opened(name: str, given: str, scratch: Path) -> Submission:
@@ -50,7 +45,7 @@ def opened(name: str, given: str, scratch: Path) -> Submission:
         # A folder is loaded as one: its entry brings its neighbours along.
         spec = str(path.resolve())
         inside = str(entry.relative_to(path)) if path.is_dir() else entry.name
-        return Submission(name, given, spec, inside, _digest(Path(given)), compiles=_compiles(path))
+        return Submission(name, given, spec, inside, _digest(Path(given)))
     except (ArchiveError, ValueError) as error:
         return Submission(name, given, error=str(error).replace(str(scratch), given))
     except OSError as error:
@@ -100,12 +95,6 @@ def _files(folder: Path) -> list[Path]:
         if len(found) > MAX_FILES:
             raise ValueError(f"the folder has more than {MAX_FILES} files")
     return found
-
-
-def _compiles(path: Path) -> bool:
-    """Does any Python file of it name torch.compile or what is behind it? A hint, from bytes: nothing is parsed."""
-    files = [f for f in _files(path) if f.suffix == ".py"] if path.is_dir() else [path]
-    return any(word in file.read_bytes() for file in files for word in COMPILERS)
 
 
 def _measure(folder: Path) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
-from minigpt_dist.verify.contract import accepts, resolve
+from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.keywords import accepts
 
 
 class Zoo(nn.Module):

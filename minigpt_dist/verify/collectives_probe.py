@@ -15,7 +15,8 @@ from torch import Tensor
 from minigpt_dist.launch import ledger
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
-from minigpt_dist.verify.contract import accepts, resolve
+from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.keywords import accepts
 
 SENDS = ("send", "isend", "batch_isend_irecv")
 RECEIVES = ("recv", "irecv")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from minigpt_dist.verify import as_written
 from minigpt_dist.verify.absent_cuda import stand_in_for_cuda
+from minigpt_dist.verify.keywords import keywords
 from minigpt_dist.verify.loading import complete, load_path
 from minigpt_dist.verify.shapes import (
     FSDP_FINISH,
@@ -134,7 +134,10 @@ def resolve(spec: str, slots: tuple[str, ...] = ()) -> Implementation:
     asked = [slot for slot in SLOTS if slot in slots or not asked_by_name(slot, spec)]
     if _torchs_shape(module, spec, slots):
         found.shape = "torch"
-        slots = slots or tuple(slot for slot, piece in torch_shape.items() if piece is not None)
+        slots = slots or tuple(slot for slot, piece in torch_shape.items() if offered(piece))
+        slots = slots or tuple(
+            slot for slot, piece in torch_shape.items() if piece is not None
+        )  # stubs, and nothing else
         slots = slots or tuple(s for s in WRAPPERS if any(is_torchs(getattr(module, n, None)) for n in SLOTS[s]))
         if not slots:
             raise ValueError(
@@ -226,45 +229,3 @@ def load_module(spec: str) -> ModuleType:
             f"implementation is {spec!r}, but should be a module, a path, fault:NAME, variant:NAME or peer:NAME"
         )
     return importlib.import_module(spec)
-
-
-_keywords: dict[int, tuple[Callable[..., Any], tuple[frozenset[str], bool]]] = {}
-
-
-def keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """(names that `function` takes, whether it also takes any other). A class that passes **kwargs on is read up its bases.
-
-    Asked for thousands of times, so remembered: by identity, since what is foreign may not hash.
-    """
-    if id(function) not in _keywords:
-        _keywords[id(function)] = function, _read_keywords(function)
-    return _keywords[id(function)][1]
-
-
-def _read_keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    names: set[str] = set()
-    layers = (
-        [c.__dict__["__init__"] for c in inspect.getmro(function) if "__init__" in c.__dict__]
-        if inspect.isclass(function)
-        else [function]
-    )
-    for layer in layers:
-        try:
-            parameters = inspect.signature(layer).parameters.values()
-        except (TypeError, ValueError):
-            break
-        names.update(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return frozenset(names), False
-    return frozenset(names), True
-
-
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Does `function` take the keyword `name` by that name? (One that takes any keyword and names none is asked nothing extra.)"""
-    names, anything = keywords(function)
-    return name in names or (anything and names <= {"self", "cls", "module", "params", "args"})
-
-
-def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The part of `options` that `function` takes."""
-    return {name: value for name, value in options.items() if accepts(function, name)}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minigpt_dist.verify.contract import Implementation, accepts
+from minigpt_dist.verify.contract import Implementation
+from minigpt_dist.verify.keywords import accepts
 from minigpt_dist.verify.scenario import Scenario
 
 MADE = "optimizer's class"  # what an implementation's function made, in its extras

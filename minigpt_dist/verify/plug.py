@@ -19,7 +19,8 @@ from minigpt_dist.config import ModelConfig, TrainConfig
 from minigpt_dist.parallel.collectives import all_reduce_sum, barrier, world
 from minigpt_dist.runner import Pieces
 from minigpt_dist.verify.bucket_bytes import bucket_bytes
-from minigpt_dist.verify.contract import Implementation, accepted, accepts
+from minigpt_dist.verify.contract import Implementation
+from minigpt_dist.verify.keywords import accepted, accepts
 from minigpt_dist.verify.optimizers import MADE, NotSupportedError, own_method
 from minigpt_dist.verify.portable import pack, unpack
 from minigpt_dist.verify.shapes import finish_of, required, start_of

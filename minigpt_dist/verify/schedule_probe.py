@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minigpt_dist.verify.contract import accepts, resolve
+from minigpt_dist.verify.contract import resolve
+from minigpt_dist.verify.keywords import accepts
 
 MOST_ACTIONS = 100_000
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from minigpt_dist.parallel.collectives import world
-from minigpt_dist.verify.contract import Implementation, accepted, accepts, resolve
+from minigpt_dist.verify.contract import Implementation, resolve
+from minigpt_dist.verify.keywords import accepted, accepts
 from minigpt_dist.verify.tensor_probe import Case, Kind, Shown, absent, drawn, grad_of, plain, seen, slice_of
 
 

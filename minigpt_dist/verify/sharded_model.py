@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import own_part
-from minigpt_dist.verify.contract import Implementation, accepted
+from minigpt_dist.verify.contract import Implementation
+from minigpt_dist.verify.keywords import accepted
 from minigpt_dist.verify.shapes import finish_of, required
 from minigpt_dist.verify.whole_parameters import Reader
 

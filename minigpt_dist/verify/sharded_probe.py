@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from minigpt_dist.memory import baseline, census
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
-from minigpt_dist.verify.contract import Implementation, accepted, resolve
+from minigpt_dist.verify.contract import Implementation, resolve
+from minigpt_dist.verify.keywords import accepted
 
 NAMES = {"zero2": "Zero2Optimizer", "zero3": "Zero3Optimizer"}
 ADAM: dict[str, Any] = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1.0, "weight_decay": 0.125}

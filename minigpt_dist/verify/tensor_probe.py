@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from minigpt_dist.launch import ledger
 from minigpt_dist.parallel.collectives import world
 from minigpt_dist.trace import tensor_bytes
-from minigpt_dist.verify.contract import Implementation, accepts, resolve
+from minigpt_dist.verify.contract import Implementation, resolve
+from minigpt_dist.verify.keywords import accepts
 
 Case = dict[str, Any]
 Shown = dict[str, Tensor | None]
