@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 
 # By name: an implementation under judgement may have replaced what the module has.
-from gc import collect, get_freeze_count, get_objects, get_referents, unfreeze
+from gc import collect, get_objects, get_referents
 from types import FrameType, ModuleType
 
 import torch
@@ -33,9 +33,6 @@ def held(tensors: Iterable[Tensor]) -> int:
     return sum(_storages(tensors).values())
 
 
-_frozen = sys.maxsize  # objects that a collection was told to pass over, at the last baseline
-
-
 def live_tensors(counted: Collection[int] = ()) -> list[Tensor]:
     """Every tensor that some Python object holds now: an attribute, list, closure, module global, cache.
 
@@ -43,8 +40,6 @@ def live_tensors(counted: Collection[int] = ()) -> list[Tensor]:
     Not counted: what only a running function's local variable holds (the batch, the loss), and what only C++ holds, such as
     the buffers of a collective whose communication thread has not let go yet.
     """
-    if get_freeze_count() > _frozen:  # and so would this: what was frozen since then is to be seen
-        unfreeze()
     collect()
     objects = [o for o in get_objects() if type(o) is not FrameType]
     # type(): isinstance would wake lazy proxies. A sparse tensor has no storage of its own.
@@ -92,8 +87,6 @@ def census(module: nn.Module, known: Sequence[UntypedStorage] = ()) -> dict[str,
 
 def baseline() -> list[UntypedStorage]:
     """Storages alive now, to be left out of a later `census`. Held, so that no later storage can be given one's address."""
-    global _frozen
-    _frozen = get_freeze_count()
     storages = [own_part(t).untyped_storage() for t in live_tensors()]
     return [storage for storage in storages if storage.nbytes()]
 

@@ -7,6 +7,7 @@ to `entries.py`, and what the module offers to `contract.py`.
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import importlib.util
 import re
@@ -36,6 +37,7 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     the submission itself guards (`try: import triton`) fails as it would without us; one that it does not guard gets a stand-in.
     """
     path = path.resolve()
+    gc.freeze = _freeze_nothing
     entry, before = entry_of(path), {*sys.modules}
     folder = path if path.is_dir() else entry.parent
     sys.path.extend(dict.fromkeys((str(entry.parent), str(folder))))
@@ -46,6 +48,10 @@ def load_path(path: Path) -> tuple[ModuleType, list[str]]:
     module = _with_stand_ins(lambda: _execute(entry, shadowing), entry.parent, shadowing, stood_in, places)
     _prepare_later_imports(folder, before, stood_in)
     return module, stood_in + [as_written.NAME] * compiled()
+
+
+def _freeze_nothing() -> None:
+    """In place of gc.freeze: what the collector is told to pass over, a census of tensors would not see."""
 
 
 def complete(module: ModuleType, path: Path, stood_in: list[str]) -> None:
