@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import shlex
@@ -125,7 +126,8 @@ def await_child(pid: int) -> int:
 @pytest.mark.timeout(300)
 def test_an_interrupt_leaves_a_true_report_and_a_resume_ends_it(tmp_path: Path) -> None:
     out, words = tmp_path / "out", ["fault:none", "--only", "optimizer,broadcast", "--isolation", "none", "-n", "1"]
-    process = subprocess.Popen(command(*words, "--out", str(out)))
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in a shell's background does not
+    process = subprocess.Popen(command(*words, "--out", str(out)), preexec_fn=listens)
     answers = out / "fault_none" / "answers.jsonl"
     limit = time.monotonic() + 120
     while time.monotonic() < limit and not (answers.exists() and answers.read_text().count("\n") > 1):
