@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minigpt_dist.launch import ledger
 from minigpt_dist.memory import baseline, census
-from minigpt_dist.parallel.collectives import world
+from minigpt_dist.parallel.collectives import barrier, world
 from minigpt_dist.trace import tensor_bytes
 from minigpt_dist.verify.contract import Implementation, resolve
 from minigpt_dist.verify.gradients import initial_value, rank_gradient
@@ -122,7 +122,13 @@ class _Run:
         }
 
     def _held(self, own: list[bytes]) -> dict[str, int]:
-        """Bytes by kind; what the optimizer keeps in no tensor is its own too. `own` is what this run keeps."""
+        """Bytes by kind, of two looks the least: what a collective's thread has not let go of at the first is no state."""
+        first = self._look(own)
+        barrier()
+        return {kind: min(held, first[kind]) for kind, held in self._look(own).items()}
+
+    def _look(self, own: list[bytes]) -> dict[str, int]:
+        """Bytes by kind now; what the optimizer keeps in no tensor is its own too. `own` is what this run keeps."""
         counts = census(self.model, self.known)
         counts["optimizer"] += hidden_bytes([*self.hidden, *own], self.model)
         return counts

@@ -89,6 +89,8 @@ def reduction_reaches_its_minimum(subject: Subject, world_size: int) -> list[Vio
 
 def nothing_is_hidden(subject: Subject, world_size: int) -> list[Violation]:
     """All that the ranks hold, wherever they put it: parameters, gradients, the state once, and no more than noise beside them."""
+    if not subject.walled:
+        raise NotJudged("memory is counted from outside, of a sandbox with walls")
     if optimizer_state_is_sharded(subject, world_size):
         return []  # what it holds too much of is in plain sight
     return _seen_from_outside(subject, world_size)
